@@ -1,0 +1,40 @@
+# Every target sets up what it needs in .venv by itself; `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full test-gpu lint clean
+
+EXTRAS ?= engine,mooncake,dev
+# Where nothing can be installed: make test-gpu PY=python3
+PY ?= .venv/bin/python
+RUNNER = $(PY) test/run_suite.py --continue-on-error
+MAKEFLAGS += --no-print-directory
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:
+ifeq ($(PY),.venv/bin/python)
+	@tools/setup_env.sh $(EXTRAS)
+endif
+
+demo: setup  ## Prefill on 4 ranks with one KV copy, decode in another process; ARGS="--help" shows the options
+	@.venv/bin/cpkv demo $(ARGS)
+
+test: setup  ## Run the registered tests that this machine can run; ARGS="--suite unit --list"
+	@$(RUNNER) $(ARGS)
+
+test-full: setup  ## The same with the nightly ones
+	@$(RUNNER) --nightly $(ARGS)
+
+test-gpu: EXTRAS = engine,mooncake,gpu,dev
+test-gpu: setup  ## The tests registered for CUDA
+	@$(RUNNER) --hw cuda $(ARGS)
+
+lint: setup  ## Style, types, import directions, dead code, dependencies, lengths
+	@tools/lint.sh .venv/bin
+
+clean:  ## Remove .venv, caches and build output
+	rm -rf .venv .venv.lock build dist out src/*.egg-info
+	rm -rf .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	find src test tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

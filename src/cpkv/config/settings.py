@@ -1,0 +1,122 @@
+"""The settings of a prefill group and its decode worker, frozen, and what may be combined.
+
+    split        zigzag, interleave          any of them with any of
+    view         full, current (shared pool); replicated (every rank holds every page)
+    rows/keys    float64/float64  float32/float32  float32/fp8  bfloat16/bfloat16  bfloat16/fp8
+    transfer     mooncake (ranks are processes), inprocess (ranks are threads)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cpkv.errors import ConfigError
+from cpkv.layout.row_format import IndexDtype, LatentDtype
+from cpkv.layout.split import SplitStrategy
+
+TransferName = Literal["mooncake", "inprocess"]
+
+MAX_CP_SIZE = 8
+MAX_PAGE_SIZE = 1024
+ROW_FORMATS: tuple[tuple[LatentDtype, IndexDtype], ...] = (
+    ("float64", "float64"),
+    ("float32", "float32"),
+    ("float32", "fp8"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "fp8"),
+)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that every worker must know and agree on.
+
+    Attributes:
+        enable_cp_shared_kv: keep one copy of the KV cache over the ranks; off means that every rank holds it all.
+        cp_size: prefill ranks.
+        cp_strategy: how tokens are split over them.
+        page_size: tokens of a page.
+        chunk_size: tokens of a prefill batch at most.
+        num_pages: logical pages of the prefill pool, the reserved ones included; a multiple of cp_size.
+        dtype: of weights and latent rows.
+        index_dtype: of stored index keys: `dtype`, or fp8.
+        current_reuse: batches without history read the gathered current rows; off forces the `full` view.
+        transfer: back end that moves pages to the decode worker.
+        host: address on which workers listen and are reached.
+        latent_norm_eps: eps of q_a_layernorm and kv_a_layernorm.
+        debug: synchronising diagnostics (CPKV_DEBUG_SHARED_KV); slow.
+        transfer_timeout_s: how long the transfer of one request may take.
+    """
+
+    num_pages: int
+    enable_cp_shared_kv: bool = False
+    cp_size: int = 1
+    cp_strategy: SplitStrategy = "zigzag"
+    page_size: int = 64
+    chunk_size: int = 2048
+    dtype: LatentDtype = "float32"
+    index_dtype: IndexDtype = "float32"
+    current_reuse: bool = True
+    transfer: TransferName = "mooncake"
+    host: str = "127.0.0.1"
+    latent_norm_eps: float = 1e-6
+    debug: bool = False
+    transfer_timeout_s: float = 60.0
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Refuse settings that cannot work, before anything is started.
+
+    Raises:
+        ConfigError: with the fact, the cause and the remedy.
+    """
+    _between("cp_size", settings.cp_size, 1, MAX_CP_SIZE)
+    _between("chunk_size", settings.chunk_size, 1, 1 << 20)
+    _between("transfer_timeout_s", settings.transfer_timeout_s, 1, 3600)
+    _one_of("cp_strategy", settings.cp_strategy, ("zigzag", "interleave"))
+    _one_of("transfer", settings.transfer, ("mooncake", "inprocess"))
+    if not 1 <= settings.page_size <= MAX_PAGE_SIZE:
+        raise ConfigError(
+            f"page_size is {settings.page_size}, which the {settings.transfer} back end does not take: one page is one "
+            f"write per pool; use 1 to {MAX_PAGE_SIZE}"
+        )
+    if (settings.dtype, settings.index_dtype) not in ROW_FORMATS:
+        listed = ", ".join(f"{latent}/{index}" for latent, index in ROW_FORMATS)
+        raise ConfigError(
+            f"rows of {settings.dtype} with index keys of {settings.index_dtype} do not exist; "
+            f"choose dtype/index_dtype from {listed}"
+        )
+    if settings.enable_cp_shared_kv and settings.cp_size == 1:
+        raise ConfigError(
+            "--enable-cp-shared-kv was given with cp_size 1: one rank has nobody to share with; "
+            "raise --cp-size to 2 or more, or leave the flag out"
+        )
+    if not settings.current_reuse and not settings.enable_cp_shared_kv:
+        raise ConfigError(
+            "--no-current-reuse chooses between views of a shared pool, and the pool is replicated; "
+            "give --enable-cp-shared-kv too, or leave the option out"
+        )
+
+
+def check_decode_cp_size(cp_size: int) -> None:
+    """Refuse a decode worker with context parallelism: it holds the full layout.
+
+    Raises:
+        ConfigError: cp_size is not 1.
+    """
+    if cp_size != 1:
+        raise ConfigError(
+            f"the decode worker was given cp_size {cp_size}; it holds the full layout and takes only cp_size 1; "
+            "start one decode worker without CP"
+        )

@@ -1,0 +1,166 @@
+"""What the scheduler says to its ranks and to the decode worker that it starts, and what they answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cpkv.config.settings import EngineSettings
+from cpkv.layout.plan import BatchSpec
+from cpkv.protocol.messages import Done, Failed
+
+
+class StartRank(msgspec.Struct, frozen=True, tag=True):
+    """Become a rank.
+
+    Attributes:
+        rank: number in the group.
+        settings: the same for every rank.
+        checkpoint: folder with config.json.
+        prepared: file with the weights, to be mapped.
+        rendezvous: where gloo ranks meet; empty for threads, which are given their communicator.
+        threads: compute threads.
+    """
+
+    rank: int
+    settings: EngineSettings
+    checkpoint: str
+    prepared: str
+    rendezvous: str
+    threads: int
+
+
+class StartDecode(msgspec.Struct, frozen=True, tag=True):
+    """Become the decode worker; `num_pages` are its own, `port` 0 takes a free one."""
+
+    settings: EngineSettings
+    checkpoint: str
+    prepared: str
+    num_pages: int
+    port: int
+    threads: int
+    shuffle_seed: int | None
+    cp_size: int = 1
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
+    """Started.
+
+    Attributes:
+        facts: what must be equal over the ranks, by name.
+        port: where the decode worker listens; 0 for a rank.
+        pool_bytes: bytes of the decode pool; 0 for a rank.
+    """
+
+    facts: dict[str, str]
+    port: int = 0
+    pool_bytes: int = 0
+
+
+class OpenPool(msgspec.Struct, frozen=True, tag=True):
+    """Make the pool of a run; the last one must be closed."""
+
+    shared: bool
+    local_pages: int
+
+
+class PoolOpened(msgspec.Struct, frozen=True, tag=True):
+    """Bytes that the rank holds at rest."""
+
+    allocated_bytes: int
+
+
+class ClosePool(msgspec.Struct, frozen=True, tag=True):
+    """Free the pool, once nothing can read it any more."""
+
+
+class ConnectDecode(msgspec.Struct, frozen=True, tag=True):
+    """Shake hands with the decode worker."""
+
+    port: int
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """What a batch leaves behind in a folder, for references and dumps."""
+
+    folder: str
+    want_logits: bool
+    want_choices: bool
+
+
+class RunBatch(msgspec.Struct, frozen=True, tag=True):
+    """Run a batch."""
+
+    spec: BatchSpec
+    trace: Trace | None = None
+
+
+class BatchDone(msgspec.Struct, frozen=True, tag=True):
+    """Logits (raw bytes in the compute dtype) of last prompt tokens that this rank computed."""
+
+    last_logits: dict[str, bytes]
+    seconds: float
+
+
+class SendPages(msgspec.Struct, frozen=True, tag=True):
+    """Send what this rank owns of a request; all ranks get the same lists, by logical page position."""
+
+    request_id: str
+    attempt: int
+    pages: tuple[int, ...]
+    target_pages: tuple[int, ...]
+
+
+class PagesReport(msgspec.Struct, frozen=True, tag=True):
+    """What a rank sent."""
+
+    pages: int
+    num_bytes: int
+
+
+class DrainTransfers(msgspec.Struct, frozen=True, tag=True):
+    """Wait, within bounds, until no write can read this rank's pool any more."""
+
+
+class TransfersDrained(msgspec.Struct, frozen=True, tag=True):
+    """Whether that is so."""
+
+    drained: bool
+
+
+class PoisonPages(msgspec.Struct, frozen=True, tag=True):
+    """Diagnostics: these logical pages were freed; fill them so that a late read shows."""
+
+    pages: tuple[int, ...]
+
+
+class ReadCounters(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the view counters since the pool was opened."""
+
+
+class CountersAre(msgspec.Struct, frozen=True, tag=True):
+    """The view counters of a rank."""
+
+    batches: dict[str, int]
+    moved_bytes: int
+    history_bytes: int
+    scratch_bytes: int
+
+
+class StopWorker(msgspec.Struct, frozen=True, tag=True):
+    """End."""
+
+
+Command = (
+    StartRank
+    | StartDecode
+    | OpenPool
+    | ClosePool
+    | ConnectDecode
+    | RunBatch
+    | SendPages
+    | DrainTransfers
+    | PoisonPages
+    | ReadCounters
+    | StopWorker
+)
+Reply = WorkerReady | PoolOpened | BatchDone | PagesReport | TransfersDrained | CountersAre | Done | Failed

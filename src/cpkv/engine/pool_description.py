@@ -1,0 +1,27 @@
+"""What a worker says about its pool in the handshake."""
+
+from __future__ import annotations
+
+from cpkv.config.settings import EngineSettings
+from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.model.shape import ModelShape
+from cpkv.protocol.messages import PROTOCOL_VERSION, PoolDescription
+
+
+def describe_pool(shape: ModelShape, geometry: PoolGeometry, settings: EngineSettings) -> PoolDescription:
+    """Every field that both ends must agree on."""
+    row_format = geometry.row_format
+    return PoolDescription(
+        protocol_version=PROTOCOL_VERSION,
+        model=shape.fingerprint(),
+        num_layers=geometry.num_layers,
+        index_slots=geometry.slots,
+        page_size=geometry.page_size,
+        latent_row_bytes=row_format.latent_row_bytes,
+        index_row_bytes=row_format.index_row_bytes,
+        latent_dtype=row_format.latent_dtype,
+        index_dtype=row_format.index_dtype,
+        norm_eps=shape.norm_eps,
+        latent_norm_eps=shape.latent_norm_eps,
+        transfer=settings.transfer,
+    )

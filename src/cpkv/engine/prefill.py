@@ -1,0 +1,227 @@
+"""The prefill scheduler: admits requests, cuts batches, runs them on every rank, hands the pages to the decode worker.
+
+    waiting -> admitted (pages of the whole prompt) -> batches -> last logits -> first token -> transfer -> pages free
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cpkv.cache.allocator import PageAllocator
+from cpkv.engine.cluster import Cluster
+from cpkv.engine.commands import DrainTransfers, PagesReport, PoisonPages, RunBatch, SendPages, Trace
+from cpkv.engine.request import Request, check_request
+from cpkv.engine.sampling import sample_token
+from cpkv.engine.tensors import bytes_tensor
+from cpkv.errors import CapacityError, CpkvError, PromptError, WorkerDiedError
+from cpkv.layout.plan import BatchSpec, Segment, choose_view
+from cpkv.layout.schedule import next_batch
+from cpkv.layout.transfer_map import sender_of_positions
+from cpkv.model.norms import compute_dtype_of
+from cpkv.ops.reference.latent_rows import torch_dtype
+from cpkv.protocol.messages import AbortTransfer, Done, FinishTransfer, OpenTransfer, TransferComplete, TransferOpened
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Admitted:
+    """A request that holds pages."""
+
+    request: Request
+    pages: tuple[int, ...]
+    done_tokens: int = 0
+    last_logits: torch.Tensor | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.token_ids)
+
+
+@dataclass
+class PrefillReport:
+    """What a prefill run did.
+
+    Attributes:
+        last_logits: request -> logits [vocab_size] of its last prompt token.
+        first_tokens: request -> the token sampled from them.
+        failures: request -> why its transfer failed; other requests went on.
+        sent_pages: pages sent by rank.
+        sent_bytes: bytes sent by rank.
+        views: (view, reason) of each batch, in order.
+        compute_seconds: spent in batches.
+        transfer_seconds: spent in transfers.
+    """
+
+    last_logits: dict[str, torch.Tensor] = field(default_factory=dict)
+    first_tokens: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, CpkvError] = field(default_factory=dict)
+    sent_pages: list[int] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    views: list[tuple[str, str]] = field(default_factory=list)
+    compute_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+class PrefillScheduler:
+    """Runs requests through one pool of a cluster. The pool must be open in the same mode.
+
+    Args:
+        cluster: the workers.
+        shared: one copy over the ranks, or every page on every rank.
+        trace: what batches leave behind, if anything.
+    """
+
+    def __init__(self, cluster: Cluster, *, shared: bool, trace: Trace | None = None) -> None:
+        self._cluster = cluster
+        self._shared = shared
+        self._trace = trace
+        self._placement = cluster.placement(shared)
+        self.allocator = PageAllocator(cluster.pool_pages(shared), self._placement)
+        self._batches = 0
+        self._attempts = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Prompt tokens that the whole pool holds."""
+        return self.allocator.capacity_pages * self._placement.page_size
+
+    def run(self, requests: Sequence[Request]) -> PrefillReport:
+        """Prefill requests and hand each to the decode worker, in order of arrival.
+
+        A request whose transfer fails is reported in `failures`; its pages are freed once nothing can read them.
+
+        Raises:
+            PromptError: a request cannot be served; nothing was started.
+            WorkerDiedError: a worker died.
+            CpkvError: the first cause that a rank reported.
+        """
+        for request in requests:
+            check_request(request, self._cluster.shape, self.capacity_tokens)
+        if len({request.request_id for request in requests}) != len(requests):
+            raise PromptError("two requests have one id; give each its own")
+        ranks = len(self._cluster.ranks)
+        report = PrefillReport(sent_pages=[0] * ranks, sent_bytes=[0] * ranks)
+        waiting, admitted = deque(requests), list[Admitted]()
+        while waiting or admitted:
+            self._admit(waiting, admitted)
+            started = time.perf_counter()
+            self._run_batch(admitted, report)
+            report.compute_seconds += time.perf_counter() - started
+            for entry in [entry for entry in admitted if entry.done_tokens == entry.total_tokens]:
+                admitted.remove(entry)
+                started = time.perf_counter()
+                self._hand_over(entry, report)
+                report.transfer_seconds += time.perf_counter() - started
+        self.allocator.check()
+        return report
+
+    def _admit(self, waiting: deque[Request], admitted: list[Admitted]) -> None:
+        while waiting:
+            request = waiting[0]
+            try:
+                pages = self.allocator.allocate(request.request_id, self._placement.pages_for(len(request.token_ids)))
+            except CapacityError:
+                if not admitted:
+                    raise
+                return
+            admitted.append(Admitted(request, pages))
+            waiting.popleft()
+
+    def _run_batch(self, admitted: list[Admitted], report: PrefillReport) -> None:
+        settings = self._cluster.settings
+        progress = [(entry.done_tokens, entry.total_tokens) for entry in admitted]
+        pieces = next_batch(progress, settings.chunk_size)
+        segments = tuple(
+            Segment(
+                request_id=admitted[piece.request].request.request_id,
+                start=piece.start,
+                token_ids=admitted[piece.request].request.token_ids[piece.start : piece.end],
+                pages=admitted[piece.request].pages,
+                is_last=piece.end == admitted[piece.request].total_tokens,
+            )
+            for piece in pieces
+        )
+        view, reason = choose_view(segments, shared=self._shared, current_reuse=settings.current_reuse)
+        if not report.views or report.views[-1] != (view, reason):
+            LOG.info("view %s: %s", view, reason)
+        report.views.append((view, reason))
+        spec = BatchSpec(self._batches, segments, settings.cp_strategy, view)
+        replies = self._cluster.call_ranks(RunBatch(spec, self._trace))
+        self._batches += 1
+        dtype = compute_dtype_of(torch_dtype(settings.dtype))
+        last_logits = {
+            request_id: bytes_tensor(raw, dtype)
+            for reply in replies.values()
+            for request_id, raw in reply.last_logits.items()
+        }
+        for piece in pieces:
+            entry = admitted[piece.request]
+            entry.done_tokens = piece.end
+            if piece.end == entry.total_tokens:
+                entry.last_logits = last_logits[entry.request.request_id]
+
+    def _hand_over(self, entry: Admitted, report: PrefillReport) -> None:
+        """Sample the first token, send the pages, free them."""
+        request = entry.request
+        assert entry.last_logits is not None
+        first_token = sample_token(entry.last_logits, request.sampling, 0)
+        report.last_logits[request.request_id] = entry.last_logits
+        self._attempts += 1
+        try:
+            self._transfer(entry, first_token, self._attempts, report)
+        except WorkerDiedError:
+            raise
+        except CpkvError as error:
+            report.failures[request.request_id] = error
+            LOG.warning("request %s: transfer attempt %d failed: %s", request.request_id, self._attempts, error)
+            self._clean_up(request.request_id, self._attempts, str(error))
+            return
+        report.first_tokens[request.request_id] = first_token
+        self._poison(self.allocator.free(request.request_id))
+
+    def _transfer(self, entry: Admitted, first_token: int, attempt: int, report: PrefillReport) -> None:
+        request = entry.request
+        opened = self._cluster.ask_decode(
+            OpenTransfer(
+                request_id=request.request_id,
+                attempt=attempt,
+                prompt_tokens=entry.total_tokens,
+                max_new_tokens=request.max_new_tokens,
+                senders=sender_of_positions(entry.pages, self._placement, len(self._cluster.ranks)),
+                sampling=request.sampling,
+            ),
+            TransferOpened,
+        )
+        replies = self._cluster.call_ranks(SendPages(request.request_id, attempt, entry.pages, opened.pages))
+        for rank, worker in enumerate(self._cluster.ranks):
+            sent: PagesReport = replies[worker]
+            report.sent_pages[rank] += sent.pages
+            report.sent_bytes[rank] += sent.num_bytes
+        self._cluster.ask_decode(FinishTransfer(request.request_id, attempt, first_token), TransferComplete)
+
+    def _clean_up(self, request_id: str, attempt: int, cause: str) -> None:
+        """After a failed transfer: the decode worker quarantines its pages, ours wait until no write reads them."""
+        self.allocator.quarantine(request_id)
+        try:
+            self._cluster.ask_decode(AbortTransfer(request_id, attempt, cause, writes_may_land=True), Done)
+        except WorkerDiedError:
+            raise
+        except CpkvError as error:
+            LOG.warning("request %s: the decode worker did not take the abort: %s", request_id, error)
+        drained = self._cluster.call_ranks(DrainTransfers())
+        if all(reply.drained for reply in drained.values()):
+            self._poison(self.allocator.release_quarantine(request_id))
+        else:
+            LOG.warning("request %s: its pages stay in quarantine, a write may still read them", request_id)
+
+    def _poison(self, pages: tuple[int, ...]) -> None:
+        if self._cluster.settings.debug:
+            self._cluster.call_ranks(PoisonPages(pages))

@@ -1,0 +1,217 @@
+"""One prefill rank: its model, its pages, its end of the group. Acts on commands, one at a time."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from cpkv.comm.communicator import Communicator
+from cpkv.engine.commands import (
+    BatchDone,
+    ClosePool,
+    ConnectDecode,
+    CountersAre,
+    DrainTransfers,
+    OpenPool,
+    PagesReport,
+    PoisonPages,
+    PoolOpened,
+    ReadCounters,
+    RunBatch,
+    SendPages,
+    StartRank,
+    Trace,
+    TransfersDrained,
+    WorkerReady,
+)
+from cpkv.engine.diagnostics import Diagnostics
+from cpkv.engine.forward import BatchTrace, ForwardPass
+from cpkv.engine.pool_description import describe_pool
+from cpkv.engine.tensors import tensor_bytes
+from cpkv.errors import PlanError
+from cpkv.layout.placement import PagePlacement
+from cpkv.layout.plan import BatchPlan
+from cpkv.layout.transfer_map import page_moves
+from cpkv.model.checkpoint import read_config
+from cpkv.model.dsa_model import DsaModel
+from cpkv.pool.page_pool import PagePool
+from cpkv.protocol.messages import Done, SenderDescription
+from cpkv.transfer.backend import TransferBackend
+from cpkv.transfer.decode_link import DecodeLink
+from cpkv.transfer.page_sender import PageSender
+from cpkv.views.view import ViewCounters
+
+
+Part = TypeVar("Part")
+
+
+class RankWorker:
+    """A rank after `StartRank`.
+
+    Args:
+        start: who to be.
+        comm: this rank's end of the group.
+        make_backend: makes the transfer back end; called once, when the decode worker is known.
+    """
+
+    def __init__(self, start: StartRank, comm: Communicator, make_backend: Callable[[], TransferBackend]) -> None:
+        self._settings = start.settings
+        self._rank = start.rank
+        self._comm = comm
+        self._make_backend = make_backend
+        config = read_config(Path(start.checkpoint))
+        self._model = DsaModel.load(config, Path(start.prepared), start.settings.latent_norm_eps)
+        settings = start.settings
+        self._geometry = self._model.shape.geometry(settings.page_size, settings.dtype, settings.index_dtype)
+        self._placement = PagePlacement(settings.page_size, settings.cp_size)
+        self._counters = ViewCounters()
+        self._pool: PagePool | None = None
+        self._forward: ForwardPass | None = None
+        self._diagnostics: Diagnostics | None = None
+        self._backend: TransferBackend | None = None
+        self._link: DecodeLink | None = None
+        self._sender: PageSender | None = None
+
+    def ready(self) -> WorkerReady:
+        """What every rank must agree on."""
+        facts = {
+            name: str(getattr(self._settings, name)) for name in self._settings.__struct_fields__
+        } | {
+            "model": self._model.shape.fingerprint(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+        }
+        return WorkerReady(facts)
+
+    def handle(self, command: Any) -> Any:
+        """Act on a command and return the reply.
+
+        Raises:
+            CpkvError: whatever went wrong.
+        """
+        handlers: dict[type, Callable[[Any], Any]] = {
+            OpenPool: self._open_pool,
+            ClosePool: self._close_pool,
+            ConnectDecode: self._connect_decode,
+            RunBatch: self._run_batch,
+            SendPages: self._send_pages,
+            DrainTransfers: self._drain_transfers,
+            PoisonPages: self._poison_pages,
+            ReadCounters: self._read_counters,
+        }
+        if type(command) not in handlers:
+            raise PlanError(f"rank {self._rank} cannot act on {type(command).__name__}")
+        return handlers[type(command)](command)
+
+    def _open_pool(self, command: OpenPool) -> PoolOpened:
+        if self._pool is not None:
+            raise PlanError(f"rank {self._rank} still has a pool; close it before another is opened")
+        self._placement = PagePlacement(self._settings.page_size, self._settings.cp_size if command.shared else 1)
+        self._pool = PagePool(self._geometry, command.local_pages, poison=self._settings.debug)
+        self._counters = ViewCounters()
+        self._diagnostics = Diagnostics(self._pool, self._comm) if self._settings.debug else None
+        self._forward = ForwardPass(self._model, self._pool, self._comm, self._counters, self._diagnostics)
+        return PoolOpened(self._pool.allocated_bytes)
+
+    def _close_pool(self, command: ClosePool) -> Done:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        self._pool = self._forward = self._diagnostics = None
+        return Done()
+
+    def _connect_decode(self, command: ConnectDecode) -> Done:
+        pool = self._open(self._pool)
+        if self._backend is None:
+            self._backend = self._make_backend()
+        if self._link is None:
+            description = describe_pool(self._model.shape, self._geometry, self._settings)
+            sender = SenderDescription(
+                rank=self._rank, cp_size=self._settings.cp_size, strategy=self._settings.cp_strategy
+            )
+            self._link = DecodeLink(
+                self._settings.host,
+                command.port,
+                description,
+                sender,
+                timeout_s=self._settings.transfer_timeout_s,
+            )
+        self._sender = PageSender(
+            self._rank, self._backend, pool, self._link, digest_pages=self._settings.debug
+        )
+        return Done()
+
+    def _run_batch(self, command: RunBatch) -> BatchDone:
+        started = time.perf_counter()
+        plan = BatchPlan.build(command.spec, self._placement, self._settings.cp_size)
+        trace = None
+        if command.trace is not None:
+            trace = BatchTrace(command.trace.want_logits, command.trace.want_choices)
+        last_logits = self._open(self._forward).run(plan, trace)
+        if trace is not None and command.trace is not None:
+            self._write_trace(plan, trace, command.trace)
+        logits = {request_id: tensor_bytes(values) for request_id, values in last_logits.items()}
+        return BatchDone(logits, time.perf_counter() - started)
+
+    def _write_trace(self, plan: BatchPlan, trace: BatchTrace, request: Trace) -> None:
+        local = plan.local_tokens(self._rank)
+        tensors = {
+            "positions": torch.from_numpy(local.positions),
+            "segments": torch.from_numpy(plan.segment_of_token[local.packed]),
+        }
+        if trace.logits is not None:
+            tensors["logits"] = trace.logits
+        tensors |= {f"choices.{layer}": chosen.to(torch.int32) for layer, chosen in trace.choices.items()}
+        path = Path(request.folder) / f"batch{plan.spec.batch_number}-rank{self._rank}.safetensors"
+        names = msgspec.json.encode([segment.request_id for segment in plan.spec.segments]).decode()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"requests": names})
+
+    def _send_pages(self, command: SendPages) -> PagesReport:
+        cp_size = self._settings.cp_size
+        moves = page_moves(command.pages, command.target_pages, self._placement, cp_size, self._rank)
+        report = self._open(self._sender).send(
+            command.request_id, command.attempt, moves, timeout_s=self._settings.transfer_timeout_s
+        )
+        return PagesReport(report.pages, report.num_bytes)
+
+    def _drain_transfers(self, command: DrainTransfers) -> TransfersDrained:
+        return TransfersDrained(self._sender is None or self._sender.drain(self._settings.transfer_timeout_s))
+
+    def _poison_pages(self, command: PoisonPages) -> Done:
+        shared = self._placement.cp_size > 1
+        own = [
+            self._placement.local_page(page)
+            for page in command.pages
+            if not shared or self._placement.owner(page) == self._rank
+        ]
+        self._open(self._pool).poison(own)
+        if self._diagnostics is not None:
+            self._diagnostics.forget(own)
+        return Done()
+
+    def _read_counters(self, command: ReadCounters) -> CountersAre:
+        counters = self._counters
+        return CountersAre(
+            counters.batches, counters.moved_bytes, counters.history_bytes, counters.scratch_bytes
+        )
+
+    def _open(self, part: Part | None) -> Part:
+        if part is None:
+            raise PlanError(f"rank {self._rank} was asked before its pool was opened and connected")
+        return part
+
+    def close(self) -> None:
+        """Release everything; calling it twice is harmless."""
+        if self._link is not None:
+            self._link.close()
+        if self._backend is not None:
+            self._backend.close()
+        self._comm.close()

@@ -1,0 +1,153 @@
+"""All workers of a run, watched together: whoever dies first is named, and everyone ends.
+
+    call(command) --> every rank --> replies by rank
+                         |  meanwhile: any worker, also one that was not asked, may die
+                         v
+                      WorkerDiedError("prefill rank 2 was killed by signal 9 (SIGKILL) during RunBatch")
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cpkv.engine.worker import WorkerHandle
+from cpkv.errors import CpkvError, TransferError, WorkerDiedError
+from cpkv.protocol.messages import Failed
+from cpkv.transfer.decode_link import raise_failure
+
+WATCH_INTERVAL_S = 0.1
+FIRST_CAUSE_GRACE_S = 2.0
+STUCK_REPLY_S = 10.0
+# These say that somebody else failed; the one with another kind is the cause.
+SECONDARY_KINDS = ("WorkerDiedError",)
+# In these a rank that fails leaves the others waiting, so not all replies can be expected.
+COLLECTIVE_COMMANDS = ("RunBatch",)
+
+
+class WorkerSet:
+    """Workers that live and die together."""
+
+    def __init__(self) -> None:
+        self._workers: list[WorkerHandle] = []
+        self._stuck = False
+
+    def add(self, worker: WorkerHandle) -> None:
+        """Watch one more worker."""
+        self._workers.append(worker)
+
+    def check_alive(self, doing: str) -> None:
+        """Raise when a worker has ended.
+
+        Raises:
+            WorkerDiedError: its name, how it ended, and what was being done.
+        """
+        for worker in self._workers:
+            cause = worker.exit_cause()
+            if cause is not None:
+                raise WorkerDiedError(f"{cause} (during {doing})")
+
+    def check_alive_soon(self, doing: str) -> None:
+        """Raise when a worker has ended, waiting a moment for its end to show: a connection breaks before that.
+
+        Raises:
+            WorkerDiedError: see `check_alive`.
+        """
+        deadline = time.monotonic() + FIRST_CAUSE_GRACE_S
+        while time.monotonic() < deadline:
+            self.check_alive(doing)
+            time.sleep(WATCH_INTERVAL_S / 10)
+
+    def call(self, commands: Mapping[WorkerHandle, Any], timeout_s: float | None = None) -> dict[WorkerHandle, Any]:
+        """Send each worker its command and wait for all replies.
+
+        Raises:
+            CpkvError: the first cause that any of them reports, as its own type.
+            WorkerDiedError: a worker died, asked or not, or did not answer in time.
+        """
+        doing = type(next(iter(commands.values()))).__name__
+        for worker, command in commands.items():
+            try:
+                worker.channel.send(command)
+            except TransferError:
+                self._raise_first_cause([], doing)
+        replies: dict[WorkerHandle, Any] = {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for worker in commands:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while len(replies) < len(commands):
+                for key, _ in selector.select(WATCH_INTERVAL_S):
+                    self._take_reply(key.data, replies, selector, doing)
+                if len(replies) < len(commands):
+                    self.check_alive(doing)
+                if deadline is not None and time.monotonic() > deadline:
+                    late = ", ".join(worker.name for worker in commands if worker not in replies)
+                    raise WorkerDiedError(f"{late} did not answer {doing} within {timeout_s:.0f} s")
+        failures = [reply for reply in replies.values() if isinstance(reply, Failed)]
+        if failures:
+            raise_failure(_first_cause(failures))
+        return replies
+
+    def _take_reply(
+        self,
+        worker: WorkerHandle,
+        replies: dict[WorkerHandle, Any],
+        selector: selectors.BaseSelector,
+        doing: str,
+    ) -> None:
+        try:
+            reply = worker.channel.receive(STUCK_REPLY_S)
+        except CpkvError:
+            self._raise_first_cause([reply for reply in replies.values() if isinstance(reply, Failed)], doing)
+        replies[worker] = reply
+        selector.unregister(worker.channel)
+        if isinstance(reply, Failed) and doing in COLLECTIVE_COMMANDS:
+            self._collect_failures(reply, replies, selector, doing)
+
+    def _collect_failures(
+        self, first: Failed, replies: dict[WorkerHandle, Any], selector: selectors.BaseSelector, doing: str
+    ) -> None:
+        """A worker failed: give the others a moment, since the first to report need not be the cause."""
+        failures = [first]
+        deadline = time.monotonic() + FIRST_CAUSE_GRACE_S
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(WATCH_INTERVAL_S):
+                try:
+                    reply = key.data.channel.receive(STUCK_REPLY_S)
+                except CpkvError:
+                    self._raise_first_cause(failures, doing)
+                replies[key.data] = reply
+                selector.unregister(key.data.channel)
+                if isinstance(reply, Failed):
+                    failures.append(reply)
+            if _first_cause(failures).kind in SECONDARY_KINDS:
+                self.check_alive(doing)
+        self._stuck = bool(selector.get_map())
+        self._raise_first_cause(failures, doing)
+
+    def _raise_first_cause(self, failures: Sequence[Failed], doing: str) -> None:
+        if failures and _first_cause(failures).kind not in SECONDARY_KINDS:
+            raise_failure(_first_cause(failures))
+        self.check_alive_soon(doing)
+        if failures:
+            raise_failure(_first_cause(failures))
+        raise WorkerDiedError(f"a worker closed its connection during {doing} and still runs")
+
+    def close(self) -> None:
+        """Stop every worker; none is left behind."""
+        broken = self._stuck or any(worker.exit_cause() is not None for worker in self._workers)
+        for worker in reversed(self._workers):
+            if broken:
+                worker.kill()
+                worker.channel.close()
+            else:
+                worker.stop()
+        self._workers.clear()
+
+
+def _first_cause(failures: Sequence[Failed]) -> Failed:
+    primary = [failure for failure in failures if failure.kind not in SECONDARY_KINDS]
+    return (primary or list(failures))[0]

@@ -1,0 +1,56 @@
+"""What one token stores: a latent row per layer and an index key per layer that has an indexer.
+
+    latent row   | latent (kv_lora_rank values) | rope key (qk_rope_head_dim values) |   float64, float32 or bfloat16
+    index page   float dtypes: key of token 0 | key of token 1 | ...
+                 fp8:          all keys of the page (page_size x dim e4m3) | all scales (page_size x fp32)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LatentDtype = Literal["float64", "float32", "bfloat16"]
+IndexDtype = Literal["float64", "float32", "bfloat16", "fp8"]
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "fp8": 1}
+FP8_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The stored form of one token, in bytes.
+
+    Attributes:
+        latent_dtype: dtype of a latent row.
+        kv_lora_rank: latent values of a row; attention's values are these.
+        rope_dim: rope values of a row.
+        index_dtype: dtype of an index key; fp8 is e4m3 with one fp32 scale per key, a power of two.
+        index_dim: values of an index key.
+    """
+
+    latent_dtype: LatentDtype
+    kv_lora_rank: int
+    rope_dim: int
+    index_dtype: IndexDtype
+    index_dim: int
+
+    @property
+    def latent_width(self) -> int:
+        """Values of a latent row."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def latent_row_bytes(self) -> int:
+        """Bytes of a latent row of one layer."""
+        return self.latent_width * ITEM_BYTES[self.latent_dtype]
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of the key alone, without its scale."""
+        return self.index_dim * ITEM_BYTES[self.index_dtype]
+
+    @property
+    def index_row_bytes(self) -> int:
+        """Bytes of a token's index key, its scale included."""
+        return self.index_key_bytes + (FP8_SCALE_BYTES if self.index_dtype == "fp8" else 0)

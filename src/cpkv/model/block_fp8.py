@@ -1,0 +1,71 @@
+"""Checkpoints with block-wise fp8 weights, as DeepSeek-V3.2 and GLM-5 publish them: dequantised, or refused by name.
+
+    weight  e4m3 [out, in]      <name>_scale_inv  fp32 [ceil(out / 128), ceil(in / 128)]      value = weight * scale
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from cpkv.errors import CheckpointError
+
+SCALE_SUFFIX = "_scale_inv"
+
+
+def dequantise_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Values float32 [out, in] of e4m3 weights [out, in] with one scale per block."""
+    rows = scale.repeat_interleave(block[0], dim=0)[: weight.shape[0]]
+    return weight.to(torch.float32) * rows.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+
+
+@contextlib.contextmanager
+def dequantised_folder(folder: Path, config: Any, workspace: Path) -> Iterator[Path]:
+    """The folder itself, or, where its weights are block fp8, a dequantised copy that lives as long as the context.
+
+    Raises:
+        CheckpointError: another quantisation, by its name.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        yield folder
+        return
+    block = quantisation.get("weight_block_size")
+    if quantisation.get("quant_method") != "fp8" or not block:
+        raise CheckpointError(
+            f"{folder} is quantised by {quantisation.get('quant_method')!r} (weight_block_size {block}); "
+            "cpkv reads plain weights and block-wise fp8"
+        )
+    with tempfile.TemporaryDirectory(dir=workspace, prefix="dequantised-") as name:
+        _dequantise(folder, Path(name), (block[0], block[1]))
+        yield Path(name)
+
+
+def _dequantise(folder: Path, target: Path, block: tuple[int, int]) -> None:
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del raw["quantization_config"]
+    (target / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shutil.copy(index, target)
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        plain = {}
+        for name, tensor in tensors.items():
+            if name.endswith(SCALE_SUFFIX):
+                continue
+            if tensor.dtype == torch.float8_e4m3fn:
+                scale = tensors.get(name + SCALE_SUFFIX)
+                if scale is None:
+                    raise CheckpointError(f"{file} holds {name} in fp8 without {name + SCALE_SUFFIX} beside it")
+                tensor = dequantise_blocks(tensor, scale, block)
+            plain[name] = tensor
+        save_file(plain, target / file.name, metadata={"format": "pt"})

@@ -1,0 +1,1 @@
+"""Plain torch: what every kernel must equal."""

@@ -1,0 +1,147 @@
+"""A rank's pages. Two allocations, page-major; see `cpkv.layout.pool_geometry` for the drawing.
+
+Rank 2 of 4 with local pages 0 (trash), 1 and 2, two layers, one index slot:
+
+    latent  [local_page, layer, page_size, latent_row_bytes]    |trash l0 l1|page 6 l0 l1|page 10 l0 l1|
+    index   [local_page, slot, index_block_bytes]               |trash s0   |page 6 s0   |page 10 s0   |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+
+from cpkv.errors import AllocatorError, ConfigError
+from cpkv.layout.plan import PageWrites
+from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.ops.reference.index_keys import store_index_keys
+from cpkv.ops.reference.latent_rows import store_rows
+from cpkv.ops.words import as_words
+
+POISON_BYTE = 0xFF
+
+
+class PageSpan(NamedTuple):
+    """One page in one allocation: where it starts, in bytes of memory, and how long it is."""
+
+    address: int
+    length: int
+
+
+class PagePool:
+    """Pages of one rank, all layers. Nothing but this rank's own pages is stored here.
+
+    Args:
+        geometry: what a page is.
+        local_pages: pages of this rank, the trash page included.
+        poison: fill every byte with 0xFF (NaN in every float format), so that a read of what nobody wrote shows;
+            zeros otherwise.
+
+    Raises:
+        ConfigError: row numbers would not fit in 32 bits, or the memory is not there.
+    """
+
+    def __init__(self, geometry: PoolGeometry, local_pages: int, *, poison: bool = False) -> None:
+        geometry.check_rows(local_pages)
+        self.geometry = geometry
+        self.local_pages = local_pages
+        latent_shape = (
+            local_pages,
+            geometry.num_layers,
+            geometry.page_size,
+            geometry.row_format.latent_row_bytes,
+        )
+        index_shape = (local_pages, geometry.num_slots, geometry.index_block_bytes)
+        fill = POISON_BYTE if poison else 0
+        try:
+            self.latent = torch.full(latent_shape, fill, dtype=torch.uint8)
+            self.index = torch.full(index_shape, fill, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a pool of {local_pages} local pages takes {geometry.pool_bytes(local_pages)} bytes and the machine "
+                f"does not give them ({error}); lower --num-pages"
+            ) from error
+
+    def __repr__(self) -> str:
+        """Pages and bytes."""
+        return f"PagePool({self.local_pages} local pages, {self.allocated_bytes} bytes)"
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that this pool really holds; equals `geometry.pool_bytes(local_pages)`."""
+        return self.latent.numel() + self.index.numel()
+
+    def latent_rows(self, layer: int) -> torch.Tensor:
+        """All rows uint8 [rows, latent_row_bytes] as layer `layer` sees them: the base shifted by that layer."""
+        flat = self.latent.view(-1, self.geometry.row_format.latent_row_bytes)
+        return flat[layer * self.geometry.page_size :]
+
+    def index_blocks(self, layer: int) -> torch.Tensor:
+        """All index blocks uint8 [blocks, index_block_bytes] as a layer with an indexer sees them."""
+        return self.index.view(-1, self.geometry.index_block_bytes)[self._slot(layer) :]
+
+    def _slot(self, layer: int) -> int:
+        slot = self.geometry.slots[layer]
+        if slot < 0:
+            raise AllocatorError(f"layer {layer} reuses another layer's choice and stores no index keys")
+        return slot
+
+    def latent_pages(self, layer: int, local_pages: torch.Tensor) -> torch.Tensor:
+        """Copy pages of one layer: uint8 [pages, page_size * latent_row_bytes]."""
+        return as_words(self.latent[:, layer].flatten(1)).index_select(0, local_pages).view(torch.uint8)
+
+    def index_pages(self, layer: int, local_pages: torch.Tensor) -> torch.Tensor:
+        """Copy index blocks of one layer: uint8 [pages, index_block_bytes]."""
+        return as_words(self.index[:, self._slot(layer)]).index_select(0, local_pages).view(torch.uint8)
+
+    def write(self, layer: int, writes: PageWrites, latent: torch.Tensor, index: torch.Tensor | None) -> None:
+        """Store the rows that this rank owns.
+
+        Args:
+            layer: the layer that made the rows.
+            writes: which tokens of the batch, and where they go.
+            latent: uint8 [tokens of the batch, latent_row_bytes] current rows in token order.
+            index: uint8 [tokens of the batch, index_row_bytes], or None for a layer without an indexer.
+        """
+        if not len(writes.packed):
+            return
+        tokens = torch.from_numpy(writes.packed)
+        rows = torch.from_numpy(self.geometry.latent_row(writes.local_pages, writes.offsets))
+        store_rows(self.latent_rows(layer), rows, latent.index_select(0, tokens))
+        if index is not None:
+            store_index_keys(
+                self.index_blocks(layer),
+                torch.from_numpy(self.geometry.index_block(writes.local_pages)),
+                torch.from_numpy(writes.offsets),
+                index.index_select(0, tokens),
+                page_size=self.geometry.page_size,
+                key_bytes=self.geometry.row_format.index_key_bytes,
+            )
+
+    def regions(self) -> tuple[PageSpan, PageSpan]:
+        """The two allocations, for registration with a transfer engine."""
+        return (
+            PageSpan(self.latent.data_ptr(), self.latent.numel()),
+            PageSpan(self.index.data_ptr(), self.index.numel()),
+        )
+
+    def page_spans(self, local_page: int) -> tuple[PageSpan, PageSpan]:
+        """The bytes of one page: one span in each allocation."""
+        geometry = self.geometry
+        return (
+            PageSpan(self.latent.data_ptr() + local_page * geometry.latent_page_bytes, geometry.latent_page_bytes),
+            PageSpan(self.index.data_ptr() + local_page * geometry.index_page_bytes, geometry.index_page_bytes),
+        )
+
+    def poison(self, local_pages: list[int]) -> None:
+        """Fill pages with NaN bytes: a read of a page that was given back shows."""
+        self.latent[local_pages] = POISON_BYTE
+        self.index[local_pages] = POISON_BYTE
+
+    def page_digest(self, local_page: int) -> str:
+        """SHA-256 of a page's bytes, all layers, latent rows then index blocks."""
+        digest = hashlib.sha256(self.latent[local_page].numpy().tobytes())
+        digest.update(self.index[local_page].numpy().tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The transfer protocol between prefill and decode: messages and bookkeeping, without sockets."""

@@ -1,0 +1,124 @@
+"""Runs of bytes and the registered regions that they must lie in: pure arithmetic on addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cpkv.errors import ConfigError, TransferError
+
+_REGIONS_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Region:
+    """One registered run of memory: `address` in the address space of its process, `length` in bytes."""
+
+    address: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The first address behind the region."""
+        return self.address + self.length
+
+    def holds(self, address: int, length: int) -> bool:
+        """Whether all of [address, address + length) lies inside."""
+        return self.address <= address and address + length <= self.end
+
+    def __str__(self) -> str:
+        return f"[{self.address:#x}, {self.end:#x}) of {self.length:,} bytes"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a peer names its engine, and the regions that it said it registered (from the handshake)."""
+
+    session_id: str
+    regions: tuple[Region, ...]
+
+
+class Run(NamedTuple):
+    """One contiguous write: `length` bytes from address `source` here to address `target` at the peer."""
+
+    source: int
+    target: int
+    length: int
+
+
+def merge_runs(runs: Sequence[Run], limit_bytes: int = 1 << 20) -> list[Run]:
+    """Join neighbours that touch in source AND target, into runs of at most `limit_bytes`.
+
+    Order and bytes are conserved; a run that is longer than the limit to begin with stays whole. A write costs about
+    30 us over TCP whatever its size up to 64 KiB, which is why runs of 8 pages move four times as fast as single ones.
+    """
+    if limit_bytes < 1:
+        raise ConfigError(f"limit_bytes is {limit_bytes}: a merged run needs room for 1 byte or more")
+    merged: list[Run] = []
+    source = target = length = 0
+    for next_source, next_target, next_length in runs:
+        touches = source + length == next_source and target + length == next_target
+        if touches and length + next_length <= limit_bytes:
+            length += next_length
+            continue
+        if length:
+            merged.append(Run(source, target, length))
+        source, target, length = next_source, next_target, next_length
+    if length:
+        merged.append(Run(source, target, length))
+    return merged
+
+
+def place_runs(regions: Sequence[Region], peer: Peer, runs: Sequence[Run]) -> tuple[list[Run], frozenset[Region]]:
+    """Find each run inside ONE of `regions` here and ONE region of `peer`; return them merged, and the regions read.
+
+    TransferError names the first run that is empty or lies outside, with its bounds and those of the regions.
+    """
+    merged: list[Run] = []
+    sources: set[Region] = set()
+    here = there = Region(0, 0)
+    begun = 0
+    for number, (source, target, length) in enumerate(runs):
+        # Thousands of runs share a pair of regions, and this check is what a transfer waits for before it starts.
+        inside = here.address <= source and source + length <= here.end
+        if inside and there.address <= target and target + length <= there.end and length > 0:
+            continue
+        # Runs are merged within one pair of regions only: a write over a seam would need two memory keys.
+        merged.extend(merge_runs(runs[begun:number]))
+        begun = number
+        here, there = _place(regions, peer, runs[number], f"run {number} of {len(runs)}")
+        sources.add(here)
+    merged.extend(merge_runs(runs[begun:]))
+    return merged, frozenset(sources)
+
+
+def _place(regions: Sequence[Region], peer: Peer, run: Run, name: str) -> tuple[Region, Region]:
+    """The regions that hold a run's source here and its target at the peer."""
+    if run.length < 1:
+        raise TransferError(f"{name} has {run.length} bytes; leave empty runs out")
+    source = _holder(regions, run.source, run.length)
+    if source is None:
+        raise TransferError(
+            f"{name} reads {Region(run.source, run.length)}, which is not inside one region that is registered "
+            f"here ({listed(regions)}); register that memory, or end the run with its region"
+        )
+    target = _holder(peer.regions, run.target, run.length)
+    if target is None:
+        raise TransferError(
+            f"{name} writes {Region(run.target, run.length)}, which is not inside one region that peer "
+            f"{peer.session_id} registered ({listed(peer.regions)}); take the target from its handshake, or end "
+            "the run with its region"
+        )
+    return source, target
+
+
+def _holder(regions: Sequence[Region], address: int, length: int) -> Region | None:
+    return next((region for region in regions if region.holds(address, length)), None)
+
+
+def listed(regions: Sequence[Region]) -> str:
+    """The regions in words, for a message: the first few by their bounds, the rest counted."""
+    named = ", ".join(str(region) for region in regions[:_REGIONS_NAMED]) or "none"
+    rest = len(regions) - _REGIONS_NAMED
+    return named if rest <= 0 else f"{named} and {rest} more"

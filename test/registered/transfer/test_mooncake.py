@@ -1,0 +1,339 @@
+"""What is particular to Mooncake: peers in processes of their own that die or stop, refusals, and the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpkv.errors import ConfigError, TransferError
+from cpkv.testing.registration import register_cpu_ci
+from cpkv.transfer import mooncake
+from cpkv.transfer.backend import Peer, Region, Run, TransferStatus
+from cpkv.transfer.mooncake import MooncakeBackend, prepare_environment
+
+register_cpu_ci(est_time=25, suite="transfer")
+
+PEER_PROGRAM = """
+import hashlib, sys
+import numpy as np
+from cpkv.transfer.mooncake import MooncakeBackend
+from cpkv.transfer.runs import Region
+memory = np.full(int(sys.argv[1]), 0xFF, np.uint8)
+with MooncakeBackend() as backend:
+    backend.register(Region(memory.ctypes.data, memory.nbytes))
+    print(backend.session_id, memory.ctypes.data, flush=True)
+    for line in sys.stdin:
+        print(hashlib.sha256(memory).hexdigest(), flush=True)
+"""
+
+
+class PeerProcess:
+    """A receiver in a process of its own, which says where its memory is and, when asked, its digest."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER_PROGRAM, str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        session_id, address = self._read().split()
+        self.region = Region(int(address), num_bytes)
+        self.peer = Peer(session_id, (self.region,))
+
+    def digest(self) -> str:
+        self.process.stdin.write("digest\n")
+        self.process.stdin.flush()
+        return self._read().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _read(self) -> str:
+        return self.process.stdout.readline()
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[[int], PeerProcess]]:
+    needs_mooncake()
+    peers: list[PeerProcess] = []
+
+    def start(num_bytes: int) -> PeerProcess:
+        peers.append(PeerProcess(num_bytes))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.close()
+
+
+def needs_mooncake() -> None:
+    if reason := MooncakeBackend.why_not():
+        pytest.skip(reason)
+
+
+def filled(num_bytes: int) -> tuple[np.ndarray, Region]:
+    source = np.random.default_rng(1).integers(0, 255, num_bytes, np.uint8)
+    return source, Region(source.ctypes.data, num_bytes)
+
+
+def pieces(source: Region, target: Region, step: int) -> list[Run]:
+    """Runs of step - 1 bytes at each step, so that none merges with the next."""
+    return [Run(source.address + at, target.address + at, step - 1) for at in range(0, source.length, step)]
+
+
+def polled_to_the_end(backend: MooncakeBackend, transfer: int, limit_s: float) -> tuple[TransferStatus, float]:
+    """The last status, and the longest time that one poll took."""
+    longest, deadline = 0.0, time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        begun = time.monotonic()
+        status = backend.poll(transfer)
+        longest = max(longest, time.monotonic() - begun)
+        if status.state != "pending":
+            break
+        time.sleep(0.001)
+    return status, longest
+
+
+def test_bytes_reach_another_process_bit_for_bit(spawn: Callable[[int], PeerProcess]) -> None:
+    size = 3 << 20
+    receiver, (source, region) = spawn(size), filled(size)
+    expected = np.full(size, 0xFF, np.uint8)
+    runs = pieces(region, receiver.region, 1001)[:-1]
+    for run in runs:
+        at = run.source - region.address
+        expected[at : at + run.length] = source[at : at + run.length]
+    with MooncakeBackend() as sender:
+        sender.register(region)
+        assert sender.wait(sender.submit(receiver.peer, runs), 15).state == "done"
+    assert receiver.digest() == hashlib.sha256(expected).hexdigest()
+
+
+def test_a_peer_killed_in_the_middle_fails_the_transfer_soon_and_only_it(spawn: Callable[[int], PeerProcess]) -> None:
+    size = 48 << 20
+    victim, other, (_, region) = spawn(size), spawn(size), filled(size)
+    with MooncakeBackend() as sender:
+        sender.register(region)
+        transfer = sender.submit(victim.peer, pieces(region, victim.region, 1 << 15))
+        while len(sender._pending[transfer].runs) > 1400:
+            assert sender.poll(transfer).state == "pending"
+        victim.signal(signal.SIGKILL)
+        begun = time.monotonic()
+        status = sender.wait(transfer, 15)
+        assert status.state == "failed" and time.monotonic() - begun < 10
+        assert "bytes from 0x" in status.cause and victim.peer.session_id in status.cause
+        assert sender.outstanding() == 0 and sender.drain(0)
+        again = sender.submit(victim.peer, pieces(region, victim.region, 1 << 20))
+        assert "is not there" in sender.wait(again, 10).cause
+        good = sender.submit(other.peer, [Run(region.address, other.region.address, size)])
+        assert sender.wait(good, 15).state == "done"
+
+
+def test_a_peer_that_stops_never_blocks_a_poll(
+    spawn: Callable[[int], PeerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, "2")
+    size = 1 << 20
+    receiver, (source, region) = spawn(size), filled(size)
+    with MooncakeBackend(transfer_timeout_s=5) as sender:
+        sender.register(region)
+        runs = [Run(region.address, receiver.region.address, size)]
+        receiver.signal(signal.SIGSTOP)
+        status, longest = polled_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
+        assert "has not answered for 2.5 s" in status.cause, "at first contact"
+        assert longest < 1
+        receiver.signal(signal.SIGCONT)
+        assert sender.wait(sender.submit(receiver.peer, runs), 10).state == "done", "it answers again"
+        receiver.signal(signal.SIGSTOP)
+        status, longest = polled_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
+        assert status.state == "failed" and "has stopped" in status.cause, "after contact"
+        assert longest < 1
+        receiver.signal(signal.SIGCONT)
+    assert receiver.digest() == hashlib.sha256(source).hexdigest()
+
+
+def test_a_start_without_a_free_port_is_a_typed_error_and_no_crash() -> None:
+    needs_mooncake()
+    taken = ports_in_a_row(4)
+    first = taken[0].getsockname()[1]
+    program = "from cpkv.transfer.mooncake import MooncakeBackend as B\ntry: B()\nexcept Exception as e: print(repr(e))"
+    ports = {"MC_MIN_RPC_PORT": str(first), "MC_MAX_RPC_PORT": str(first + 3)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | ports, capture_output=True, text=True, timeout=20
+    )
+    for taken_port in taken:
+        taken_port.close()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("TransferError(")
+    assert f"did not start on 127.0.0.1 (code -1), most likely since no port from {first} to {first + 3}" in done.stdout
+
+
+def ports_in_a_row(count: int) -> list[socket.socket]:
+    """Listening sockets on neighbouring ports in the range that the engine accepts."""
+    for first in range(10000, 14000, count):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for i, one in enumerate(sockets):
+                one.bind(("0.0.0.0", first + i))
+                one.listen()
+        except OSError:
+            for one in sockets:
+                one.close()
+        else:
+            return sockets
+    raise AssertionError("no free ports in a row")
+
+
+class FakeEngine:
+    """Answers with the codes it is given; checking a handle that has ended is an error, as it crashes the real one."""
+
+    def __init__(self, initialize: int = 0, submit: tuple[int, ...] = (), check: tuple[int, ...] = ()) -> None:
+        self._initialize, self._submit, self._check = initialize, list(submit), list(check)
+        self.used_after_failure = False
+        self._ended: set[int] = set()
+
+    def initialize(self, *_: str) -> int:
+        return self._initialize
+
+    def transfer_submit_write(self, *_: Any) -> int:
+        return self._submit.pop(0)
+
+    def transfer_check_status(self, handle: int) -> int:
+        assert handle not in self._ended, "a handle was checked after its end"
+        code = self._check.pop(0)
+        if code in (1, -1):
+            self._ended.add(handle)
+        return code
+
+    def get_rpc_port(self) -> int:
+        self.used_after_failure = self._initialize != 0
+        return 15000
+
+    def register_memory(self, *_: Any) -> int:
+        return 0
+
+    def unregister_memory(self, *_: Any) -> int:
+        return 0
+
+
+def on_fake(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, **options: int) -> MooncakeBackend:
+    monkeypatch.setattr(mooncake, "_engine_class", lambda: lambda: engine)
+    monkeypatch.setattr(MooncakeBackend, "_contact", lambda self, session_id, since: True)
+    return MooncakeBackend(**options)
+
+
+def test_an_engine_that_did_not_initialize_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(initialize=-1)
+    with pytest.raises(TransferError, match=r"did not start on 127.0.0.1 \(code -1\).*MC_MIN_RPC_PORT"):
+        on_fake(monkeypatch, engine)
+    assert not engine.used_after_failure
+
+
+@pytest.mark.parametrize("nothing", [0, -1, (1 << 64) - 1])
+def test_a_write_that_was_not_taken_is_never_checked(monkeypatch: pytest.MonkeyPatch, nothing: int) -> None:
+    backend = on_fake(monkeypatch, FakeEngine(submit=(nothing,)))
+    backend.register(Region(4096, 64))
+    transfer = backend.submit(Peer("peer:1", (Region(4096, 64),)), [Run(4096, 4096, 64)])
+    assert "did not take a write for peer peer:1" in backend.poll(transfer).cause
+
+
+def test_a_timeout_code_stops_new_runs_but_the_write_stays_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = on_fake(monkeypatch, FakeEngine(submit=(77, 78), check=(0, 1, -2, 0, -1)), max_outstanding_per_peer=1)
+    backend.register(Region(4096, 64))
+    runs = [Run(4096, 4096, 8), Run(4112, 4112, 8), Run(4128, 4128, 8)]
+    transfer = backend.submit(Peer("peer:1", (Region(4096, 64),)), runs)
+    for _ in range(4):
+        assert backend.poll(transfer).state == "pending" and backend.outstanding() == 1
+    status = backend.poll(transfer)
+    assert status.state == "failed" and "timeout (code -2)" in status.cause and "0x1010" in status.cause
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ModuleNotFoundError("No module named 'mooncake'"), r"not installed.*pip install 'cpkv\[mooncake\]'"),
+        (
+            ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory"),
+            "libibverbs.so.1.*apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
+        ),
+        (ImportError("libcudart.so.12: cannot open shared object file"), "CUDA build.*uninstall"),
+    ],
+)
+def test_a_failed_import_is_explained_and_there_is_no_fallback(
+    monkeypatch: pytest.MonkeyPatch, error: ImportError, says: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(mooncake, "_engine_class", fail)
+    monkeypatch.setattr(mooncake, "_installed_wheels", dict)
+    with pytest.raises(TransferError, match=says) as refusal:
+        MooncakeBackend()
+    assert MooncakeBackend.why_not() == str(refusal.value)
+
+
+def test_log_dir_two_wheels_and_an_old_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"mooncake-transfer-engine-non-cuda": "0.3.12"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(mooncake, "_engine_class", lambda: None)
+    assert "non-cuda 0.3.12 is installed, and versions before 0.3.13.post1" in str(MooncakeBackend.why_not())
+    for good in ("0.3.13.post1", "0.3.14", "0.10.0"):
+        versions["mooncake-transfer-engine-non-cuda"] = good
+        assert MooncakeBackend.why_not() is None
+    versions["mooncake-transfer-engine"] = "0.3.13.post1"
+    assert "are both installed" in str(MooncakeBackend.why_not())
+    monkeypatch.setenv("MC_LOG_DIR", "")
+    assert str(MooncakeBackend.why_not()).startswith("MC_LOG_DIR is set")
+
+
+def test_the_environment_is_set_below_the_timeout_and_the_operator_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ: dict[str, str] = {"MC_LOG_LEVEL": "INFO"}
+    monkeypatch.setattr(os, "environ", environ)
+    prepare_environment()
+    assert environ == {
+        "MC_LOG_LEVEL": "INFO",
+        "MC_FORCE_TCP": "1",
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
+    }
+    prepare_environment(20)
+    assert environ["MC_TRANSFER_TIMEOUT"] == "20" and environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "10"
+    prepare_environment(90)
+    assert environ["MC_TRANSFER_TIMEOUT"] == "20", "the first engine of the process decides"
+    environ.clear()
+    environ |= {"MC_TRANSFER_TIMEOUT": "6", "MC_TCP_STATUS_TIMEOUT_SEC": "1"}
+    prepare_environment(40)
+    assert environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "3", "below the timeout that the operator gave"
+    assert environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "1"
+
+
+def test_bad_options_are_refused() -> None:
+    needs_mooncake()
+    with pytest.raises(ConfigError, match=r"transfer_timeout_s is 4.9.*5 or more"):
+        MooncakeBackend(transfer_timeout_s=4.9)
+    with pytest.raises(TransferError, match="host 'no.such.host.invalid' does not resolve"):
+        MooncakeBackend(host="no.such.host.invalid")

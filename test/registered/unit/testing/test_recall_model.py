@@ -1,0 +1,354 @@
+"""The constructed recall model against transformers: right where it should be, wrong where a fault is planted."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from cpkv.errors import ConfigError, PromptError
+from cpkv.testing.recall_model import write_recall_checkpoint
+from cpkv.testing.recall_prompt import (
+    EOS,
+    PAD,
+    RECALL_FAMILIES,
+    RecallPrompt,
+    recall_delta,
+    recall_prompt,
+    recall_vocab_size,
+)
+from cpkv.testing.registration import register_cpu_ci
+
+register_cpu_ci(est_time=45, suite="unit")
+
+NEW = 16
+
+
+def load(path: Path, family: str, prompt: RecallPrompt, dtype: torch.dtype = torch.float32) -> Any:
+    write_recall_checkpoint(path, family, vocab_size=prompt.vocab_size, delta=prompt.delta)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, experts_implementation="eager", attn_implementation="eager"
+    ).eval()
+
+
+def as_fp8(keys: torch.Tensor) -> torch.Tensor:
+    """Through e4m3 with one power-of-two scale per key, as the published kernels store index keys."""
+    wide = keys.float()
+    scale = torch.exp2(torch.ceil(torch.log2(wide.abs().amax(-1, keepdim=True) / 448)))
+    return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(keys.dtype)
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: tuple[int, ...], chunk: int = 512, fp8_keys: bool = False) -> tuple[Any, torch.Tensor]:
+    """The cache, and the logits of every row [tokens, vocab]."""
+    cache = DynamicCache(config=model.config)
+    if fp8_keys:
+        update = cache.update_indexer
+        cache.update_indexer = lambda keys, layer: update(as_fp8(keys), layer)
+    parts = [
+        model(input_ids=part, cache=cache, use_cache=True).logits[0] for part in torch.tensor([ids]).split(chunk, 1)
+    ]
+    return cache, torch.cat(parts)
+
+
+@torch.no_grad()
+def decode(model: Any, cache: Any, row: torch.Tensor, new: int) -> torch.Tensor:
+    """Greedy decoding after the last prompt row's logits: the logits that chose each token [new, vocab]."""
+    rows = [row]
+    while len(rows) < new:
+        token = rows[-1].argmax().view(1, 1)
+        rows.append(model(input_ids=token, cache=cache, use_cache=True).logits[0, -1])
+    return torch.stack(rows).float()
+
+
+def answer(model: Any, prompt: RecallPrompt, **how: Any) -> torch.Tensor:
+    cache, rows = prefill(model, prompt.token_ids, **how)
+    return decode(model, cache, rows[-1], len(prompt.answers))
+
+
+def count_right(logits: torch.Tensor, prompt: RecallPrompt) -> int:
+    return sum(int(a == b) for a, b in zip(logits.argmax(-1).tolist(), prompt.answers, strict=True))
+
+
+def assert_right(logits: torch.Tensor, prompt: RecallPrompt, margin: float) -> None:
+    assert logits.argmax(-1).tolist() == list(prompt.answers)
+    best = logits.topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() >= margin
+
+
+def prompt_of(family: str, tokens: int, page_size: int, seed: int = 0, **shared: int) -> RecallPrompt:
+    prompt = recall_prompt(family, tokens, page_size, NEW, seed, **shared)
+    assert prompt is not None
+    return prompt
+
+
+# ---- the prompt ----
+
+
+def links_of(prompt: RecallPrompt) -> dict[int, tuple[int, int]]:
+    """Key -> (name it points to, position of the value), read from the tokens alone."""
+    names = prompt.vocab_size // 2
+    values = [p for p, token in enumerate(prompt.token_ids) if token >= names]
+    links = {prompt.token_ids[p - prompt.delta]: (prompt.token_ids[p] - names, p) for p in values}
+    assert len(links) == len(values)
+    return links
+
+
+def check_prompt(prompt: RecallPrompt, tokens: int, page_size: int) -> None:
+    ids, delta = prompt.token_ids, prompt.delta
+    links = links_of(prompt)
+    assert len(ids) == tokens
+    assert all(token == PAD for token in ids[:delta])
+    assert not {PAD, EOS} & set(ids[delta:])
+    assert all(2 * delta <= place <= tokens - 2 for _, place in links.values())
+    name, walk = ids[-1], []
+    for _ in range(3 * len(prompt.answers)):
+        name = links[name][0]
+        walk.append(name)
+    assert tuple(walk[2::3]) == prompt.answers
+    start, seen = ids[-1], set()
+    while start not in seen:
+        seen.add(start)
+        start = links[start][0]
+    assert (start, seen) == (ids[-1], set(links)), "the links are not one cycle"
+    assert all(ids.count(key) == (2 if key == ids[-1] else 1) for key in links)
+    if page_size >= 16:
+        fed = sorted(place // page_size for _, place in links.values())
+        assert fed == list(range(-(-2 * delta // page_size), (tokens - 2) // page_size + 1))
+    else:
+        pages = (tokens - 1) // page_size - -(-2 * delta // page_size)
+        assert len(links) == max(1, pages // -(-16 // page_size))
+
+
+@pytest.mark.parametrize("family", RECALL_FAMILIES)
+def test_every_length_is_one_cycle_over_its_pages_or_no_prompt(family: str) -> None:
+    for tokens, page_size in itertools.product([*range(1, 300, 7), 512, 513, 1000, 5000], [1, 3, 8, 16, 17, 64, 128]):
+        prompt = recall_prompt(family, tokens, page_size, NEW, seed=tokens)
+        delta = recall_delta(family, tokens)
+        whole = [p for p in range(2 * delta, tokens - page_size) if p % page_size == 0]
+        assert (prompt is not None) == (delta >= 2 and bool(whole))
+        if prompt is not None:
+            assert prompt.vocab_size == recall_vocab_size(family, tokens, page_size)
+            assert len(prompt.answers) == min(NEW, delta - 1)
+            check_prompt(prompt, tokens, page_size)
+
+
+def test_a_prompt_longer_than_its_names_has_a_link_for_several_pages() -> None:
+    prompt = prompt_of("deepseek-v32", 200_000, 16)
+    links = links_of(prompt)
+    assert 1500 < len(links) < prompt.vocab_size // 2
+    assert set(prompt.answers) < set(links)
+
+
+def test_delta_and_vocabulary_follow_the_length() -> None:
+    assert [recall_delta("glm5", n) for n in (40, 3999, 4000, 20_000)] == [10, 999, 1000, 1000]
+    assert [recall_delta("deepseek-v32", n) for n in (40, 400, 20_000)] == [10, 100, 100]
+    sizes = [recall_vocab_size("glm52", n, 64) for n in (1000, 4000, 20_000)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_the_seed_decides_the_prompt() -> None:
+    assert prompt_of("glm5", 600, 64, seed=3) == prompt_of("glm5", 600, 64, seed=3)
+    assert prompt_of("glm5", 600, 64, seed=3).token_ids != prompt_of("glm5", 600, 64, seed=4).token_ids
+
+
+def test_sizes_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="glm5, glm52, deepseek-v32"):
+        recall_delta("llama", 1000)
+    with pytest.raises(PromptError, match="8 links .* vocabulary of 40: .* between 52 and 3846"):
+        recall_prompt("glm5", 1000, 64, NEW, 0, vocab_size=40)
+    with pytest.raises(ConfigError, match="pages of 0"):
+        recall_prompt("glm5", 1000, 0, NEW, 0)
+    with pytest.raises(ConfigError, match="even number from 4 to 3846"):
+        write_recall_checkpoint(tmp_path, "glm5", vocab_size=3848, delta=10)
+    with pytest.raises(ConfigError, match="at least 1"):
+        write_recall_checkpoint(tmp_path, "glm5", vocab_size=64, delta=0)
+
+
+def test_the_prompt_needs_no_torch() -> None:
+    code = "import sys, cpkv.testing.recall_prompt; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- the model ----
+
+
+@pytest.mark.parametrize("family", RECALL_FAMILIES)
+@pytest.mark.parametrize(("tokens", "page_size"), [(40, 8), (193, 64), (600, 64), (1000, 1)])
+def test_every_answer_is_right(tmp_path: Path, family: str, tokens: int, page_size: int) -> None:
+    prompt = prompt_of(family, tokens, page_size)
+    assert_right(answer(load(tmp_path, family, prompt), prompt), prompt, margin=15.99)
+
+
+def test_every_answer_is_right_at_4000_tokens(tmp_path: Path) -> None:
+    prompt = prompt_of("glm5", 4000, 64)
+    assert_right(answer(load(tmp_path, "glm5", prompt), prompt), prompt, margin=15.99)
+
+
+@pytest.mark.parametrize("family", RECALL_FAMILIES)
+def test_every_answer_is_right_in_bf16_with_fp8_index_keys(tmp_path: Path, family: str) -> None:
+    prompt = prompt_of(family, 600, 64, seed=1)
+    assert_right(answer(load(tmp_path, family, prompt, torch.bfloat16), prompt, fp8_keys=True), prompt, margin=15.5)
+
+
+def test_every_answer_is_right_with_all_names_in_use(tmp_path: Path) -> None:
+    """Past 961 names the first half of a code may be a negated word, which |q . k| must not take for the word."""
+    prompt = prompt_of("glm52", 1000, 16, vocab_size=3846)
+    assert_right(answer(load(tmp_path, "glm52", prompt), prompt), prompt, margin=15.99)
+
+
+def test_prompts_of_different_lengths_share_a_checkpoint(tmp_path: Path) -> None:
+    lengths = (200, 450, 1000)
+    shared = {"delta": recall_delta("glm52", min(lengths)), "vocab_size": recall_vocab_size("glm52", max(lengths), 16)}
+    prompts = [prompt_of("glm52", n, 16, **shared) for n in lengths]
+    model = load(tmp_path, "glm52", prompts[0])
+    for prompt in prompts:
+        check_prompt(prompt, len(prompt.token_ids), 16)
+        assert_right(answer(model, prompt), prompt, margin=15.99)
+
+
+@pytest.mark.parametrize("family", RECALL_FAMILIES)
+def test_no_row_depends_on_the_chunks_or_on_ties(tmp_path: Path, family: str) -> None:
+    prompt = prompt_of(family, 1000, 64)
+    model = load(tmp_path, family, prompt)
+    (cache, rows), (other_cache, other_rows) = (prefill(model, prompt.token_ids, chunk) for chunk in (512, 128))
+    torch.testing.assert_close(rows, other_rows, rtol=0, atol=1e-4)
+    logits, other = (decode(model, c, r[-1], NEW) for c, r in ((cache, rows), (other_cache, other_rows)))
+    torch.testing.assert_close(logits, other, rtol=0, atol=2e-5)
+    assert set(rows[: 2 * prompt.delta].argmax(-1).tolist()) == {PAD}
+
+
+@pytest.mark.parametrize("family", RECALL_FAMILIES)
+def test_the_eps_of_the_latent_norms_does_not_show(tmp_path: Path, family: str) -> None:
+    prompt = prompt_of(family, 600, 64)
+    model = load(tmp_path, family, prompt)
+    right = answer(model, prompt)
+    norms = [module for name, module in model.named_modules() if name.endswith("_a_layernorm")]
+    assert norms
+    for norm in norms:
+        norm.variance_epsilon = 1e-5
+    torch.testing.assert_close(answer(model, prompt), right, rtol=0, atol=5e-5)
+
+
+# ---- what it exposes ----
+
+
+@pytest.mark.parametrize("rows", ["latent rows", "index keys"])
+def test_every_page_past_two_delta_feeds_an_answer(tmp_path: Path, rows: str) -> None:
+    prompt = prompt_of("glm52", 700, 32)
+    model = load(tmp_path, "glm52", prompt)
+    cache, logits = prefill(model, prompt.token_ids)
+    for start in range(-(-2 * prompt.delta // 32) * 32, 699, 32):
+        hurt = copy.deepcopy(cache)
+        for layer in hurt.layers:
+            if rows == "latent rows":
+                layer.keys[:, :, start : start + 32] = 0
+            elif layer.is_indexer_initialized:
+                layer.indexer_keys[:, start : start + 32] = 0
+        assert count_right(decode(model, hurt, logits[-1], NEW), prompt) < NEW, f"page at {start}"
+
+
+def dsa_module(family: str) -> tuple[ModuleType, str]:
+    """The transformers module of a family, and the prefix of its classes."""
+    folder, prefix = ("deepseek_v32", "DeepseekV32") if family == "deepseek-v32" else ("glm_moe_dsa", "GlmMoeDsa")
+    return import_module(f"transformers.models.{folder}.modeling_{folder}"), prefix
+
+
+def plant_wrong_rope(patch: pytest.MonkeyPatch, family: str) -> None:
+    module, _ = dsa_module(family)
+    deepseek, _ = dsa_module("deepseek-v32")
+    half_split, interleaved = deepseek.apply_rotary_pos_emb, deepseek.apply_rotary_pos_emb_interleave
+    if family == "deepseek-v32":
+        patch.setattr(module, "apply_rotary_pos_emb", interleaved)
+        # Same layout for the attention, whose name it is too.
+        patch.setattr(module, "apply_rotary_pos_emb_interleave", interleaved)
+        return
+
+    def by_caller(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        # Only the indexer has its heads in dimension 2.
+        return (half_split if unsqueeze_dim == 2 else interleaved)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    patch.setattr(module, "apply_rotary_pos_emb_interleave", by_caller)
+
+
+def plant_index_off_by_one(patch: pytest.MonkeyPatch, family: str) -> None:
+    module, prefix = dsa_module(family)
+    indexer = getattr(module, f"{prefix}Indexer")
+    forward = indexer.forward
+    patch.setattr(indexer, "forward", lambda self, *a, **k: (forward(self, *a, **k) - 1).clamp(min=0))
+
+
+def plant_no_relu(patch: pytest.MonkeyPatch, family: str) -> None:
+    class Functional:
+        """torch.nn.functional, but relu lets all through."""
+
+        relu = staticmethod(lambda x: x)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.nn.functional, name)
+
+    patch.setattr(dsa_module(family)[0], "F", Functional())
+
+
+def plant_reuse_of_layer_1(patch: pytest.MonkeyPatch, family: str) -> None:
+    attention = dsa_module(family)[0].GlmMoeDsaAttention
+    forward = attention.forward
+    kept: list[Any] = [None]
+
+    def faulty(self: Any, *args: Any, prev_topk_indices: Any = None, **kwargs: Any) -> Any:
+        result = forward(self, *args, prev_topk_indices=kept[0] if self.skip_topk else prev_topk_indices, **kwargs)
+        if self.layer_idx == 1:
+            kept[0] = result[2]
+        return result
+
+    patch.setattr(attention, "forward", faulty)
+
+
+FAULTS = {
+    "wrong indexer rope": plant_wrong_rope,
+    "index off by one": plant_index_off_by_one,
+    "no relu": plant_no_relu,
+    "layer 1's choice reused": plant_reuse_of_layer_1,
+}
+# Only GLM-5.2 has shared layers.
+PLANTED = [
+    (family, fault) for family in RECALL_FAMILIES for fault in FAULTS if family == "glm52" or "reuse" not in fault
+]
+
+
+@pytest.mark.parametrize("tokens", [600, 1000])
+@pytest.mark.parametrize(("family", "fault"), PLANTED)
+def test_a_planted_fault_leaves_no_answer_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, fault: str, tokens: int
+) -> None:
+    prompt = prompt_of(family, tokens, 64, seed=2)
+    model = load(tmp_path, family, prompt)
+    FAULTS[fault](monkeypatch, family)
+    assert count_right(answer(model, prompt), prompt) == 0
+
+
+def test_half_an_answer_from_a_wrong_row_is_a_wrong_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer alone is wrong: it copies the second half of the name from where hop 2 looked."""
+    prompt = prompt_of("glm52", 1000, 64, seed=5)
+    model = load(tmp_path, "glm52", prompt)
+    attention = dsa_module("glm52")[0].GlmMoeDsaAttention
+    forward = attention.forward
+    kept: list[Any] = [None]
+
+    def faulty(self: Any, *args: Any, prev_topk_indices: Any = None, **kwargs: Any) -> Any:
+        result = forward(self, *args, prev_topk_indices=kept[0] if self.layer_idx == 5 else prev_topk_indices, **kwargs)
+        if self.layer_idx == 2:
+            kept[0] = result[2]
+        return result
+
+    monkeypatch.setattr(attention, "forward", faulty)
+    assert count_right(answer(model, prompt), prompt) == 0
