@@ -65,11 +65,15 @@ find_python() {
 }
 
 shared_libraries
-digest=$(cat pyproject.toml constraints.txt | cksum)
+digest=$(cat pyproject.toml constraints.txt <(pwd) | cksum)
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
     exit 0
 fi
 started=$SECONDS
+# The scripts in an environment that was copied with its folder still start the old one.
+if [ -f .venv/.home ] && [ "$(cat .venv/.home)" != "$PWD" ]; then
+    rm -rf .venv
+fi
 rm -f .venv/.stamp-*
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
@@ -81,5 +85,6 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 say "installing cpkv[$extras] with the versions of constraints.txt"
 quietly .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+pwd >.venv/.home
 echo "$digest" >"$stamp"
 say "done in $((SECONDS - started)) s"

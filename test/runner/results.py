@@ -112,7 +112,7 @@ def _trouble(result: FileResult, ended: Ended, suite: ET.Element | None) -> str 
     if ended.status == 0 and suite is not None and (result.passed or result.skipped):
         return None
     if ended.status == 0:
-        return "no test ran"
+        return "ended without a result"
     # A failed test, or a module that cannot be imported, is counted already.
     if ended.status in (1, 2) and result.failed:
         return None

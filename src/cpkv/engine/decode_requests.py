@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
@@ -169,7 +170,8 @@ class DecodeRequests:
         self._steps += 1
         if trace is not None and message.trace_file:
             choices = {f"choices.{layer}": chosen.to(torch.int32) for layer, chosen in trace.choices.items()}
-            save_file(choices, message.trace_file)
+            names = msgspec.json.encode(message.request_ids).decode()
+            save_file(choices, message.trace_file, metadata={"requests": names})
         drawn = []
         for request in requests:
             values = logits[request.opened.request_id]

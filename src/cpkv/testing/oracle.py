@@ -101,7 +101,11 @@ class TransformersOracle:
 
     @torch.no_grad()
     def trace(self, ids: list[int], chunk_size: int = 256, *, replay: list[Tensor] | None = None) -> OracleTrace:
-        """Logits and chosen positions of one pass over a prompt; arguments as in `forward`."""
+        """Logits and chosen positions of one pass over a prompt; arguments as in `forward`.
+
+        With `replay`, the indices are what each layer would have chosen by itself, after the given choices of the
+        layers before it: then one near-tie decided otherwise does not bring about others further up.
+        """
         cache = DynamicCache(config=self.model.config)
         logits: list[Tensor] = []
         chosen: list[dict[int, Tensor]] = []
@@ -142,11 +146,11 @@ class TransformersOracle:
         def choose(*args: Any, **kwargs: Any) -> Tensor:
             with StableTopK():
                 chosen = forward(*args, **kwargs)
+            self._chosen[layer] = chosen[0]
             if layer not in self._replay:
-                self._chosen[layer] = chosen[0]
                 return chosen
-            given = self._chosen[layer] = self._replay[layer]
             # The caller only opens a mask at these positions, so repeating one is as good as leaving it out.
+            given = self._replay[layer]
             return given.where(given >= 0, given.amax(-1, keepdim=True))[None]
 
         return choose

@@ -97,9 +97,9 @@ class ReferenceModel:
         output = []
         for block in (pos - start).split(BLOCK):
             seen = start + int(block[-1]) + 1
-            # True at the chosen positions; -1 wraps around to a spare last column.
-            allowed = torch.zeros(len(block), seen + 1, dtype=torch.bool)
-            allowed = allowed.scatter(1, chosen[block].long() % (seen + 1), True)[:, :seen]
+            # True at the chosen positions, none of them later than the query's; -1 goes to a spare last column.
+            allowed = torch.zeros(len(block), len(rows) + 1, dtype=torch.bool)
+            allowed = allowed.scatter(1, chosen[block].long() % (len(rows) + 1), True).tril(seen - len(block))[:, :seen]
             scores = q[:, block] @ keys[:, :seen].mT * self.softmax_scale  # [heads, B, T]
             weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
             output.append((weights @ values[:, :seen]).transpose(0, 1).flatten(1))

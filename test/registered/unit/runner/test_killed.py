@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from cpkv.testing.registration import register_cpu_ci
 
 register_cpu_ci(est_time=18, suite="unit")
+
+RUN_SUITE = Path(__file__).parents[3] / "run_suite.py"
 
 # One child in our group, one in a session of its own.
 HANGING = """
@@ -66,6 +71,27 @@ def test_a_hanging_file_is_killed_with_its_children(checkout) -> None:
     children = [int(word) for word in (checkout.root / "children").read_text().split()]
     assert len(children) == 2
     assert not [pid for pid in children if alive(pid)]
+
+
+def test_ending_the_runner_ends_what_it_runs(checkout) -> None:
+    checkout.test("unit/test_hang.py", HANGING)
+    with subprocess.Popen(
+        [sys.executable, str(RUN_SUITE), "--root", str(checkout.root)], stdout=subprocess.PIPE, text=True
+    ) as runner:
+        wait_for(checkout.root / "children", runner)
+        runner.terminate()
+        output, _ = runner.communicate(timeout=30)
+    assert runner.returncode == 1
+    assert output.splitlines()[-1] == "0 passed, 0 failed, 0 skipped"
+    assert "1 of 1 files did not run" in output
+    assert not [pid for pid in map(int, (checkout.root / "children").read_text().split()) if alive(pid)]
+
+
+def wait_for(path: Path, runner: subprocess.Popen[str]) -> None:
+    """Returns once `path` is complete; fails where the runner ends before."""
+    while not (path.exists() and path.read_text()):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise AssertionError(f"the runner ended with {runner.wait(timeout=0.05)}")
 
 
 def test_a_crashing_file_counts_as_one_failure(checkout) -> None:

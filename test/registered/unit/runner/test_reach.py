@@ -97,6 +97,8 @@ def test_a_change_reaches_those_that_import_it(tree: Path, changed: list[str], e
     ],
 )
 def test_when_in_doubt_everything_runs(tree: Path, changed: str) -> None:
+    if changed.endswith("conftest.py"):
+        (tree / changed).write_text("")
     reach = reached(tree, [PLAN, changed], ALL)
     assert reach.paths == ALL
     assert changed in str(reach.everything)

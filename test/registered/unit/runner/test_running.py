@@ -8,6 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from cpkv.testing.registration import register_cpu_ci
+from runner.discovery import Registration
+from runner.process import Ended
+from runner.results import read_result
+from runner.selection import Entry
 
 register_cpu_ci(est_time=20, suite="unit")
 
@@ -67,9 +71,10 @@ def test_tests_are_counted_and_each_skip_says_why(checkout) -> None:
     [
         ("import no_such_module\n\n\ndef test_one():\n    pass\n", "no_such_module"),
         ("class TestNothing:\n    pass\n", "no test ran"),
+        ("import os\n\n\ndef test_one():\n    os._exit(0)\n", "ended without a result"),
         ("class TestHidden:\n    def __init__(self):\n        pass\n", "no test ran"),
     ],
-    ids=["import fails", "no test", "class that pytest skips"],
+    ids=["import fails", "no test", "early exit", "class that pytest skips"],
 )
 def test_a_file_that_runs_no_test_fails(checkout, body: str, reason: str) -> None:
     checkout.test("unit/test_none.py", body)
@@ -77,6 +82,14 @@ def test_a_file_that_runs_no_test_fails(checkout, body: str, reason: str) -> Non
     assert ended.returncode == 1
     assert reason in ended.stdout
     assert last_line(ended) == "0 passed, 1 failed, 0 skipped"
+
+
+def test_a_test_that_fails_once_more_in_its_teardown_counts_once(tmp_path) -> None:
+    cases = ["<testcase name='test_a'><error/></testcase>", "<testcase name='test_a'/>", "<testcase name='test_b'/>"]
+    (tmp_path / "junit.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    entry = Entry("test_a.py", Registration("cpu", 1, "unit"))
+    result = read_result(entry, Ended(1, 1.0), tmp_path / "junit.xml")
+    assert (result.passed, result.failed) == (1, ["test_a"])
 
 
 def test_without_continue_on_error_the_first_failure_ends_the_run(checkout) -> None:

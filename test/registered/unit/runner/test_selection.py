@@ -37,6 +37,11 @@ def test_partitions_differ_by_at_most_the_longest_file(times, size) -> None:
     assert max(loads) - min(loads) <= max(times)
 
 
+def test_the_longest_file_is_dealt_first_and_by_its_time() -> None:
+    loads = [sum(entry.registration.est_time for entry in part) for part in partition(entries([1, 1, 4, 1, 1]), 2)]
+    assert loads == [4, 4]
+
+
 def test_a_file_for_two_kinds_of_hardware_stays_in_one_partition() -> None:
     both = [
         Entry(path, Registration(hw, 5, "kernels", num_gpus=hw != "cpu"))

@@ -65,16 +65,17 @@ def rewrite(folder: Path, *, config: dict[str, Any] | None = None, weights: dict
 
 
 def assert_same_choice(expected: list[torch.Tensor], got: list[torch.Tensor]) -> None:
-    """Equal sets per layer and query, but for one row in 200: float32 may turn two nearly equal scores around."""
-    differing = [(ours != theirs).any(-1).sum().item() for ours, theirs in zip(expected, got, strict=True)]
-    assert sum(differing) <= sum(map(len, expected)) // 200, f"rows with another choice, by layer: {differing}"
+    """Equal sets per layer and query, but for one row in 400: float32 may decide a near-tie of scores otherwise."""
+    differing = [int((ours != theirs).any(-1).sum()) for ours, theirs in zip(expected, got, strict=True)]
+    rows = sum(len(choice) for choice in expected)
+    assert sum(differing) <= rows // 400, f"rows of each layer with another choice: {differing}"
 
 
 def assert_same(reference: ReferenceModel, oracle: TransformersOracle, ids: list[int], tolerance: float) -> None:
     expected = reference.forward(ids, record_indices=True)
-    assert_same_choice(expected.indices, oracle.indices(ids))
-    difference = expected.logits - oracle.forward(ids, replay=expected.indices).double()
-    assert difference.abs().max() < tolerance * expected.logits.std()
+    got = oracle.trace(ids, replay=expected.indices)
+    assert_same_choice(expected.indices, got.indices)
+    assert (expected.logits - got.logits.double()).abs().max() < tolerance * expected.logits.std()
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200, 500])
@@ -82,6 +83,15 @@ def test_reference_equals_transformers(
     reference: ReferenceModel, oracle: TransformersOracle, family: Family, tokens: int
 ) -> None:
     assert_same(reference, oracle, prompt(tokens), FP32_TOLERANCE[family])
+
+
+def test_reference_equals_transformers_without_replay(
+    reference: ReferenceModel, oracle: TransformersOracle, family: Family
+) -> None:
+    expected, got = reference.forward(prompt(200), record_indices=True), oracle.trace(prompt(200))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(expected.indices, got.indices, strict=True))
+    assert (expected.logits - got.logits.double()).abs().max() < FP32_TOLERANCE[family] * expected.logits.std()
+    assert torch.equal(expected.logits.argmax(-1), got.logits.argmax(-1))
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-1])
@@ -104,8 +114,8 @@ def test_yarn_attention_factor_other_than_one(tmp_path: Path) -> None:
 
 
 def test_rows_of_real_size(tmp_path: Path) -> None:
-    write_hot_checkpoint(tmp_path, "glm5", shape=TinyShape.real_rows())
-    assert_same(ReferenceModel(tmp_path), TransformersOracle(tmp_path), prompt(2080), 1e-4)
+    write_hot_checkpoint(tmp_path, "glm5", shape=TinyShape.real_rows(), topk=256)
+    assert_same(ReferenceModel(tmp_path), TransformersOracle(tmp_path), prompt(600), 5e-5)
 
 
 def test_generate_equals_forward(reference: ReferenceModel, oracle: TransformersOracle) -> None:
@@ -128,21 +138,23 @@ def test_no_new_tokens(reference: ReferenceModel, oracle: TransformersOracle) ->
 
 @pytest.mark.parametrize("chunk_size", [7, 64, 65])
 def test_oracle_does_not_depend_on_chunks(oracle: TransformersOracle, chunk_size: int) -> None:
-    one_shot, chunked = oracle.trace(prompt(150), 150), oracle.trace(prompt(150), chunk_size)
+    one_shot = oracle.trace(prompt(150), 150)
+    chunked = oracle.trace(prompt(150), chunk_size, replay=one_shot.indices)
     assert_same_choice(one_shot.indices, chunked.indices)
-    replayed = oracle.forward(prompt(150), chunk_size, replay=one_shot.indices)
-    assert (one_shot.logits - replayed).abs().max() < 5e-5
+    assert (one_shot.logits - chunked.logits).abs().max() < 5e-5
 
 
 def test_replaying_the_own_choice_changes_nothing(reference: ReferenceModel, oracle: TransformersOracle) -> None:
     ids = prompt(150)
     logits, indices = reference.forward(ids, record_indices=True)
     assert torch.equal(reference.forward(ids, replay=indices).logits, logits)
-    replayed = oracle.trace(ids, 64, replay=indices)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(indices, replayed.indices, strict=True))
-    assert (replayed.logits.double() - logits).abs().max() < 1e-4
-    # The replay ends with the call.
-    assert torch.equal(oracle.forward(ids, 64), oracle.trace(ids, 64).logits)
+    own = oracle.trace(ids, 64)
+    assert torch.equal(oracle.forward(ids, 64, replay=own.indices), own.logits)
+    itself = [torch.arange(150, dtype=torch.int32)[:, None] for _ in indices]
+    alone = oracle.forward(ids, 64, replay=itself)
+    assert (alone - own.logits).abs().max() > 0.1
+    assert (alone.double() - reference.forward(ids, replay=itself).logits).abs().max() < 1e-4
+    assert torch.equal(oracle.forward(ids, 64), own.logits), "the replay ends with the call"
 
 
 def test_one_wrong_position_shows(reference: ReferenceModel, oracle: TransformersOracle) -> None:
@@ -168,7 +180,7 @@ def test_ties_go_to_the_lowest_position(tmp_path: Path, family: Family) -> None:
     reference, oracle = ReferenceModel(tmp_path), TransformersOracle(tmp_path)
     expected = reference.forward(ids, record_indices=True).indices
     for chunk_size in (300, 64):
-        assert_same_choice(expected, oracle.indices(ids, chunk_size))
+        assert_same_choice(expected, oracle.trace(ids, chunk_size, replay=expected).indices)
 
     class HighestPosition(StableTopK):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -274,12 +286,14 @@ def test_block_fp8_folder(tmp_path: Path, folder: Path, reference: ReferenceMode
     assert (logits - reference.forward(ids).logits).abs().max() > 0.01
 
 
-def test_every_parameter_matters(folder: Path) -> None:
-    model, ids = ReferenceModel(folder), prompt(80)
+@pytest.mark.parametrize("family", ["glm52", "deepseek-v32"])
+def test_every_parameter_matters(tmp_path: Path, family: Family) -> None:
+    write_hot_checkpoint(tmp_path, family, shape=TinyShape(num_hidden_layers=2))
+    model, ids = ReferenceModel(tmp_path), prompt(90)
     expected = model.forward(ids).logits
     for name, weight in list(model.weights.items()):
         model.weights[name] = weight.roll(1, 0)
-        assert (model.forward(ids).logits - expected).abs().max() > 1e-3, f"{name} has no effect"
+        assert (model.forward(ids).logits - expected).abs().max() > 0.01, f"{name} has no effect"
         model.weights[name] = weight
 
 
@@ -301,7 +315,7 @@ def test_weights_are_the_same_everywhere(tmp_path: Path) -> None:
             digest.update(tensors[tensor].numpy().tobytes())
         digests.append(digest.hexdigest())
     assert digests[0] == digests[1] != digests[2]
-    assert digests[0].startswith("PIN")
+    assert digests[0].startswith("354449b6c8f2d2d1")
     embedding = tensors["model.embed_tokens.weight"]
     assert abs(embedding.std() * math.sqrt(128) - 1) < 0.01
     assert abs(embedding.mean()) < 1e-3

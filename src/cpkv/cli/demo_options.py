@@ -1,0 +1,77 @@
+"""The options of the demo as one frozen value, and their checks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cpkv.config.settings import EngineSettings, TransferName, check_settings
+from cpkv.errors import ConfigError
+from cpkv.layout.row_format import IndexDtype, LatentDtype
+from cpkv.layout.split import SplitStrategy
+
+FamilyName = Literal["glm5", "glm52", "deepseek-v32"]
+
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_REQUESTS = 64
+MAX_NEW_TOKENS = 4096
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a demo run; the keys are the flags with underscores. Paths are text, so that JSON takes them."""
+
+    model_family: FamilyName = "glm5"
+    model: str | None = None
+    dtype: LatentDtype = "float32"
+    index_dtype: IndexDtype = "float32"
+    cp_size: int = 4
+    cp_strategy: SplitStrategy = "zigzag"
+    enable_cp_shared_kv: bool = True
+    no_current_reuse: bool = False
+    page_size: int = 64
+    chunk_size: int = 2048
+    num_pages: int | None = None
+    transfer: TransferName = "mooncake"
+    prompt_tokens: int = 4000
+    prompt_file: str | None = None
+    requests: int = 1
+    max_new_tokens: int = 16
+    seed: int = 0
+    dump: str | None = None
+    json: bool = False
+    debug: bool = False
+
+    def settings(self, num_pages: int) -> EngineSettings:
+        """The engine's part."""
+        return EngineSettings(
+            num_pages=num_pages,
+            enable_cp_shared_kv=self.enable_cp_shared_kv,
+            cp_size=self.cp_size,
+            cp_strategy=self.cp_strategy,
+            page_size=self.page_size,
+            chunk_size=self.chunk_size,
+            dtype=self.dtype,
+            index_dtype=self.index_dtype,
+            current_reuse=not self.no_current_reuse,
+            transfer=self.transfer,
+            debug=self.debug,
+        )
+
+    def check(self) -> None:
+        """Refuse options out of range, before anything is written or started.
+
+        Raises:
+            ConfigError: with the range.
+        """
+        for name, low, high in (
+            ("prompt_tokens", 1, MAX_PROMPT_TOKENS),
+            ("requests", 1, MAX_REQUESTS),
+            ("max_new_tokens", 1, MAX_NEW_TOKENS),
+            ("seed", 0, 2**31 - 1),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}; give {low} to {high}")
+        check_settings(self.settings(self.num_pages or 2 * max(1, self.cp_size)))

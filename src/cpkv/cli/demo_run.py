@@ -1,0 +1,129 @@
+"""The demo's steps: inputs, workers, the shared run, the replicated run, dumps, the reference."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from cpkv.cli.demo_inputs import DemoInputs, demo_inputs
+from cpkv.cli.demo_options import DemoOptions
+from cpkv.cli.demo_reference import Reference, compare_with_reference
+from cpkv.cli.demo_report import DemoReport
+from cpkv.engine.cluster import Cluster
+from cpkv.engine.commands import Trace
+from cpkv.engine.generation import GenerationResult, generate
+from cpkv.engine.trace_files import read_trace
+from cpkv.errors import ConfigError
+from cpkv.layout.placement import PagePlacement
+
+Progress = Callable[[str], None]
+
+
+def enough_pages(options: DemoOptions, inputs: DemoInputs) -> int:
+    """Logical pages that hold all prompts at once, reserved ones included, a multiple of cp_size."""
+    placement = PagePlacement(options.page_size, options.cp_size)
+    pages = sum(placement.pages_for(len(request.token_ids)) for request in inputs.requests)
+    return (-(-pages // options.cp_size) + 1) * options.cp_size
+
+
+def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoReport:
+    """Run everything; workers have ended when this returns or raises.
+
+    Raises:
+        CpkvError: it could not run.
+    """
+    started = time.perf_counter()
+    options.check()
+    dump = _dump_folder(options)
+    inputs = demo_inputs(options, workspace)
+    num_pages = enough_pages(options, inputs) if options.num_pages is None else options.num_pages
+    settings = options.settings(num_pages)
+    traced = Trace(
+        folder=str(_new_folder(workspace / "trace")),
+        want_logits=dump is not None,
+        want_choices=options.dtype == "float32" and inputs.model != "recall",
+    )
+    trace = traced if traced.want_logits or traced.want_choices else None
+    decode_placement = PagePlacement(options.page_size, 1)
+    decode_pages = 1 + sum(
+        decode_placement.pages_for(len(request.token_ids) + request.max_new_tokens) for request in inputs.requests
+    )
+    progress(f"starting {options.cp_size} prefill ranks and a decode worker ({options.transfer})")
+    with Cluster(
+        settings, inputs.checkpoint, decode_pages=max(2, decode_pages), shuffle_seed=options.seed
+    ) as cluster:
+        start_seconds = time.perf_counter() - started
+
+        def run(shared: bool, name: str) -> GenerationResult:
+            return generate(
+                cluster,
+                inputs.requests,
+                shared=shared,
+                trace=trace if name == "shared" else None,
+                dump_pool=dump / "decode_pool.safetensors" if dump is not None and name == "shared" else None,
+                progress=lambda phase: progress(f"{name}: {phase}"),
+            )
+
+        shared = run(settings.enable_cp_shared_kv, "shared")
+        replicated = run(False, "replicated")
+        workers_folder_bytes = cluster.decode_pool_bytes
+    if dump is not None:
+        _write_dump(dump, inputs, shared, Path(traced.folder))
+    reference = _reference(options, inputs, shared, Path(traced.folder) if traced.want_choices else None, progress)
+    return DemoReport(
+        options=msgspec.structs.replace(options, num_pages=num_pages),
+        inputs=inputs,
+        shared=shared,
+        replicated=replicated,
+        reference=reference,
+        decode_pool_bytes=workers_folder_bytes,
+        start_seconds=start_seconds,
+        total_seconds=time.perf_counter() - started,
+    )
+
+
+def _reference(
+    options: DemoOptions, inputs: DemoInputs, result: GenerationResult, trace_folder: Path | None, progress: Progress
+) -> Reference | None:
+    """None in bfloat16 and with fp8 keys, where no other implementation rounds alike."""
+    if options.dtype == "bfloat16" or options.index_dtype != options.dtype:
+        return None
+    progress("reference: " + ("float64" if options.dtype == "float64" else "transformers"))
+    return compare_with_reference(inputs.checkpoint, options.dtype, inputs.requests, result, trace_folder)
+
+
+def _new_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _dump_folder(options: DemoOptions) -> Path | None:
+    if options.dump is None:
+        return None
+    try:
+        return _new_folder(Path(options.dump))
+    except OSError as error:
+        raise ConfigError(f"--dump {options.dump} cannot be made: {error}; give a folder that can be written") from error
+
+
+def _write_dump(dump: Path, inputs: DemoInputs, result: GenerationResult, trace_folder: Path) -> None:
+    """Prompts, checkpoint, and logits of every prompt position and decoded token; the pool is there already."""
+    tensors: dict[str, torch.Tensor] = {}
+    for request in inputs.requests:
+        name = request.request_id
+        trace = read_trace(trace_folder, name, len(request.token_ids))
+        tensors[f"prompt_ids.{name}"] = torch.tensor(request.token_ids)
+        tensors[f"new_tokens.{name}"] = torch.tensor(result.tokens[name])
+        if trace.logits is not None:
+            tensors[f"prompt_logits.{name}"] = trace.logits
+        tensors[f"decoded_logits.{name}"] = result.logits[name]
+    save_file(tensors, dump / "logits.safetensors")
+    target = dump / "checkpoint"
+    if target.resolve() != inputs.checkpoint.resolve():
+        shutil.copytree(inputs.checkpoint, target, dirs_exist_ok=True)

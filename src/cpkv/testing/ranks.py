@@ -1,0 +1,172 @@
+"""A prefill group inside one test: ranks as threads, recorded collectives, poisoned pools, no sockets.
+
+    ranks = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=64)
+    result = ranks.prefill({"a": ids, "b": more_ids}, chunk_size=100, strategy="zigzag")
+    result.logits["a"]        [tokens, vocab] every position          result.choices["a"][layer]   [tokens, topk]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from cpkv.cache.allocator import PageAllocator
+from cpkv.comm.communicator import Collective
+from cpkv.comm.threads import ThreadGroup
+from cpkv.engine.forward import BatchTrace, ForwardPass
+from cpkv.layout.placement import PagePlacement
+from cpkv.layout.plan import BatchPlan, BatchSpec, Segment, choose_view
+from cpkv.layout.pool_geometry import PoolGeometry, local_pages
+from cpkv.layout.schedule import next_batch
+from cpkv.layout.split import SplitStrategy
+from cpkv.model.dsa_model import DsaModel
+from cpkv.pool.page_pool import PagePool
+from cpkv.views.view import ViewCounters
+
+Result = TypeVar("Result")
+
+
+def run_on_ranks(group: ThreadGroup, function: Callable[[int], Result]) -> list[Result]:
+    """Call `function(rank)` in one thread a rank and return the results by rank.
+
+    Raises:
+        BaseException: the first one that a rank raised; the others are released from their collectives.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as error:
+            errors.append(error)
+            group.abort(rank, str(error))
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(group.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(group.size)]
+
+
+@dataclass
+class PrefillTrace:
+    """What a prefill computed, by request.
+
+    Attributes:
+        logits: [tokens, vocab_size] of every prompt position.
+        choices: layer -> int64 [tokens, topk] chosen positions, -1 padded.
+        last_logits: as the engine reports them.
+        pages: logical pages by position.
+        specs: the batches, in order.
+    """
+
+    logits: dict[str, torch.Tensor] = field(default_factory=dict)
+    choices: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+    last_logits: dict[str, torch.Tensor] = field(default_factory=dict)
+    pages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    specs: list[BatchSpec] = field(default_factory=list)
+
+
+class ThreadedRanks:
+    """Ranks with their pools, as threads of the calling process.
+
+    Args:
+        model: shared by all ranks; it is only read.
+        geometry: of the pools.
+        cp_size: ranks.
+        shared: one copy over the ranks, or every page on every rank.
+        num_pages: logical pages, reserved ones included; a multiple of cp_size.
+        shuffle_seed: of the allocator; pages are never handed out in order.
+        poison: fill pools with NaN bytes first.
+    """
+
+    def __init__(
+        self,
+        model: DsaModel,
+        geometry: PoolGeometry,
+        *,
+        cp_size: int,
+        shared: bool,
+        num_pages: int,
+        shuffle_seed: int | None = 7,
+        poison: bool = True,
+    ) -> None:
+        self.cp_size = cp_size
+        self.shared = shared
+        self.placement = PagePlacement(geometry.page_size, cp_size if shared else 1)
+        self.allocator = PageAllocator(num_pages, self.placement, shuffle_seed=shuffle_seed)
+        self.group = ThreadGroup(cp_size)
+        self.comms = [self.group.communicator(rank, record=True) for rank in range(cp_size)]
+        self.counters = [ViewCounters() for _ in range(cp_size)]
+        pages = local_pages(num_pages, self.placement)
+        self.pools = [PagePool(geometry, pages, poison=poison) for _ in range(cp_size)]
+        self._passes = [
+            ForwardPass(model, self.pools[rank], self.comms[rank], self.counters[rank]) for rank in range(cp_size)
+        ]
+
+    @property
+    def sequences(self) -> list[list[Collective]]:
+        """The collectives of each rank so far; they must be equal."""
+        return [comm.sequence or [] for comm in self.comms]
+
+    def run(self, spec: BatchSpec) -> tuple[BatchPlan, list[BatchTrace], dict[str, torch.Tensor]]:
+        """Run one batch on all ranks; traces by rank, and the last logits of whichever rank has them."""
+        plan = BatchPlan.build(spec, self.placement, self.cp_size)
+        traces = [BatchTrace(want_logits=True, want_choices=True) for _ in range(self.cp_size)]
+        last = run_on_ranks(self.group, lambda rank: self._passes[rank].run(plan, traces[rank]))
+        return plan, traces, {name: values for by_rank in last for name, values in by_rank.items()}
+
+    def prefill(
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        *,
+        chunk_size: int,
+        strategy: SplitStrategy = "zigzag",
+        current_reuse: bool = True,
+    ) -> PrefillTrace:
+        """Prefill prompts in chunks, first come first served; pages stay allocated."""
+        names = list(prompts)
+        result = PrefillTrace()
+        for name in names:
+            result.pages[name] = self.allocator.allocate(name, self.placement.pages_for(len(prompts[name])))
+        done = dict.fromkeys(names, 0)
+        while pieces := next_batch([(done[name], len(prompts[name])) for name in names], chunk_size):
+            segments = []
+            for piece in pieces:
+                name = names[piece.request]
+                ids = tuple(prompts[name][piece.start : piece.end])
+                last = piece.end == len(prompts[name])
+                segments.append(Segment(name, piece.start, ids, result.pages[name], last))
+                done[name] = piece.end
+            view, _ = choose_view(segments, shared=self.shared, current_reuse=current_reuse)
+            spec = BatchSpec(len(result.specs), tuple(segments), strategy, view)
+            plan, traces, last_logits = self.run(spec)
+            result.specs.append(spec)
+            result.last_logits |= last_logits
+            self._collect(plan, traces, result, {name: len(prompts[name]) for name in names})
+        return result
+
+    def _collect(
+        self, plan: BatchPlan, traces: list[BatchTrace], result: PrefillTrace, lengths: dict[str, int]
+    ) -> None:
+        for rank, trace in enumerate(traces):
+            local = plan.local_tokens(rank)
+            for number, first, last in local.runs:
+                name = plan.spec.segments[number].request_id
+                positions = torch.from_numpy(local.positions[first:last])
+                assert trace.logits is not None
+                rows = trace.logits[first:last]
+                logits = result.logits.setdefault(name, rows.new_full((lengths[name], rows.shape[1]), float("nan")))
+                logits[positions] = rows
+                for layer, chosen in trace.choices.items():
+                    by_layer = result.choices.setdefault(name, {})
+                    table = by_layer.setdefault(layer, chosen.new_full((lengths[name], chosen.shape[1]), -1))
+                    table[positions] = chosen[first:last]
