@@ -74,7 +74,7 @@ started=$SECONDS
 if [ -f .venv/.home ] && [ "$(cat .venv/.home)" != "$PWD" ]; then
     rm -rf .venv
 fi
-rm -f .venv/.stamp-*
+rm -f "$stamp"
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     say "making .venv with $("$python" --version)"

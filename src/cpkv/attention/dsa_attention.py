@@ -1,8 +1,8 @@
 """DSA attention for the tokens of one rank, in blocks of queries, so that no [tokens, tokens] array ever exists.
 
-    rank's tokens, by request    |  A: pos 0 1 14 15  |  B: pos 3 4 5  |
-    blocks of queries            | [0 1 14] | [15]    | [3 4 5]        |     block size from the workspace
-      per block                    scores [block, limit] -> chosen pos [block, k] -> rows [block, k, width] -> out
+rank's tokens, by request    |  A: pos 0 1 14 15  |  B: pos 3 4 5  |
+blocks of queries            | [0 1 14] | [15]    | [3 4 5]        |     block size from the workspace
+  per block                    scores [block, limit] -> chosen pos [block, k] -> rows [block, k, width] -> out
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ class DsaAttention:
             choices.append(Choice(segment, first, last, chosen))
         return choices
 
-    def attend(
-        self, view: View, view_rows: LayerRows, queries: torch.Tensor, choices: list[Choice]
-    ) -> torch.Tensor:
+    def attend(self, view: View, view_rows: LayerRows, queries: torch.Tensor, choices: list[Choice]) -> torch.Tensor:
         """Attend from this rank's tokens to the rows that they chose.
 
         Args:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cpkv.errors import AllocatorError, CapacityError
@@ -160,7 +161,9 @@ class PageAllocator:
             AllocatorError: naming the page and the places.
         """
         place_of: dict[Page, str] = {}
-        places = [(f"free list {owner}", pages) for owner, pages in enumerate(self._free)]
+        places: list[tuple[str, Iterable[Page]]] = [
+            (f"free list {owner}", pages) for owner, pages in enumerate(self._free)
+        ]
         places += [(f"request {name}", chain.pages) for name, chain in self._chains.items()]
         places += [(f"quarantine of {name}", pages) for name, pages in self._quarantined.items()]
         for place, pages in places:
@@ -173,6 +176,8 @@ class PageAllocator:
         for owner, pages in enumerate(self._free):
             wrong = [page for page in pages if self.placement.owner(page) != owner]
             if wrong:
-                raise AllocatorError(f"page {wrong[0]} of owner {self.placement.owner(wrong[0])} is in free list {owner}")
+                raise AllocatorError(
+                    f"page {wrong[0]} of owner {self.placement.owner(wrong[0])} is in free list {owner}"
+                )
         if len(place_of) != self.capacity_pages:
             raise AllocatorError(f"{self.capacity_pages - len(place_of)} of {self.capacity_pages} pages are lost")

@@ -7,96 +7,42 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
 
 import typer
 
+from cpkv.cli import demo_flags as flags
 from cpkv.cli.demo_options import DemoOptions
 from cpkv.config.debug import DEBUG_VARIABLE, debug_requested
 
-MODEL, GROUP, REQUESTS, OUTPUT = "Model", "Prefill group and pools", "Requests", "Output"
-
 
 def demo(
-    model_family: Annotated[
-        Literal["glm5", "glm52", "deepseek-v32"],
-        typer.Option(help="Family of the constructed model that serves without --model.", rich_help_panel=MODEL),
-    ] = "glm5",
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder of a DSA model to serve.", rich_help_panel=MODEL)
-    ] = None,
-    dtype: Annotated[
-        Literal["float64", "float32", "bfloat16"],
-        typer.Option(help="Of weights and latent rows.", rich_help_panel=MODEL),
-    ] = "float32",
-    index_dtype: Annotated[
-        Literal["float64", "float32", "bfloat16", "fp8"] | None,
-        typer.Option(help="Of stored index keys: fp8, or the same as --dtype (default).", rich_help_panel=MODEL),
-    ] = None,
-    cp_size: Annotated[
-        int, typer.Option(help="Prefill ranks, 1 to 8; 1 means no sharing.", rich_help_panel=GROUP)
-    ] = 4,
-    cp_strategy: Annotated[
-        Literal["zigzag", "interleave"], typer.Option(help="How tokens are split.", rich_help_panel=GROUP)
-    ] = "zigzag",
-    enable_cp_shared_kv: Annotated[
-        bool | None,
-        typer.Option(
-            "--enable-cp-shared-kv/--no-enable-cp-shared-kv",
-            help="Keep one copy over the ranks (default: on, off at --cp-size 1).",
-            rich_help_panel=GROUP,
-        ),
-    ] = None,
-    no_current_reuse: Annotated[
-        bool, typer.Option("--no-current-reuse", help="Gather pages also for chunks without history.", rich_help_panel=GROUP)
-    ] = False,
-    page_size: Annotated[int, typer.Option(help="Tokens of a page.", rich_help_panel=GROUP)] = 64,
-    chunk_size: Annotated[int, typer.Option(help="Tokens of a prefill batch.", rich_help_panel=GROUP)] = 2048,
-    num_pages: Annotated[
-        int | None,
-        typer.Option(
-            help="Logical pages, reserved ones included, a multiple of --cp-size (default: enough).",
-            rich_help_panel=GROUP,
-        ),
-    ] = None,
-    transfer: Annotated[
-        Literal["mooncake", "inprocess"],
-        typer.Option(help="mooncake: processes and TCP; inprocess: threads.", rich_help_panel=GROUP),
-    ] = "mooncake",
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the longest prompt.", rich_help_panel=REQUESTS)] = 4000,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="Text to prefill instead.", rich_help_panel=REQUESTS)
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Requests, of different lengths.", rich_help_panel=REQUESTS)] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to decode.", rich_help_panel=REQUESTS)] = 16,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and page order.", rich_help_panel=REQUESTS)] = 0,
-    dump: Annotated[
-        Path | None,
-        typer.Option(help="Folder for prompts, checkpoint, logits and decode pool.", rich_help_panel=OUTPUT),
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.", rich_help_panel=OUTPUT)
-    ] = False,
+    model_family: flags.ModelFamily = "glm5",
+    model: flags.Model = None,
+    dtype: flags.Dtype = "float32",
+    index_dtype: flags.StoredIndexDtype = None,
+    cp_size: flags.CpSize = 4,
+    cp_strategy: flags.CpStrategy = "zigzag",
+    enable_cp_shared_kv: flags.EnableCpSharedKv = None,
+    no_current_reuse: flags.NoCurrentReuse = False,
+    page_size: flags.PageSize = 64,
+    chunk_size: flags.ChunkSize = 2048,
+    num_pages: flags.NumPages = None,
+    transfer: flags.Transfer = "mooncake",
+    prompt_tokens: flags.PromptTokens = 4000,
+    prompt_file: flags.PromptFile = None,
+    requests: flags.Requests = 1,
+    max_new_tokens: flags.MaxNewTokens = 16,
+    seed: flags.Seed = 0,
+    dump: flags.Dump = None,
+    json_output: flags.JsonOutput = False,
 ) -> None:
-    """Prefill over CP ranks that share one KV cache, hand over to a decode worker, compare with everything known.
+    """Prefill over ranks that share one KV cache, hand over to a decode worker, compare with the replicated cache.
 
-    Runs the same requests through the shared and the replicated cache and, in float32 and float64, through an
-    independent implementation. Exit status 1 when anything differs, 2 when it could not run.
+    In float32 and float64 an independent implementation is asked too. Exit status: 1 when anything differs, 2 when it
+    could not run.
 
-    Examples:
-
-      cpkv demo
-
-      cpkv demo --model-family deepseek-v32 --cp-size 8 --requests 3 --index-dtype fp8
-
-      cpkv demo --dtype float64 --prompt-tokens 600 --chunk-size 100 --json
+    Examples:  cpkv demo  |  cpkv demo --model-family deepseek-v32 --cp-size 8 --requests 3 --index-dtype fp8
     """
-    from cpkv.cli.demo_report import print_report
-    from cpkv.cli.demo_run import run_demo
-
-    debug = debug_requested(os.environ)
-    if debug:
-        print(f"warning: {DEBUG_VARIABLE} is set: synchronising diagnostics are on, this run is slow", file=sys.stderr)
     options = DemoOptions(
         model_family=model_family,
         model=str(model) if model is not None else None,
@@ -117,15 +63,25 @@ def demo(
         seed=seed,
         dump=str(dump) if dump is not None else None,
         json=json_output,
-        debug=debug,
+        debug=debug_requested(os.environ),
     )
+    run_and_print(options)
+
+
+def run_and_print(options: DemoOptions) -> None:
+    """Run, print the table or the JSON, and end with status 1 when something differs."""
+    from cpkv.cli.demo_report import print_report
+    from cpkv.cli.demo_run import run_demo
+
+    if options.debug:
+        print(f"warning: {DEBUG_VARIABLE} is set: synchronising diagnostics are on, this run is slow", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as workspace:
         report = run_demo(options, Path(workspace), progress=lambda text: print(text, file=sys.stderr, flush=True))
-    if json_output:
+    if options.json:
         print(json.dumps(report.as_json()))
     else:
         print_report(report)
+    for difference in report.differences:
+        print(f"difference: {difference}", file=sys.stderr)
     if report.differences:
-        for difference in report.differences:
-            print(f"difference: {difference}", file=sys.stderr)
         raise typer.Exit(1)

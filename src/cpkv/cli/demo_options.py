@@ -6,10 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from cpkv.config.settings import EngineSettings, TransferName, check_settings
+from cpkv.config.names import IndexDtype, LatentDtype, SplitStrategy, TransferName
+from cpkv.config.settings import EngineSettings, check_settings
 from cpkv.errors import ConfigError
-from cpkv.layout.row_format import IndexDtype, LatentDtype
-from cpkv.layout.split import SplitStrategy
 
 FamilyName = Literal["glm5", "glm52", "deepseek-v32"]
 

@@ -84,7 +84,8 @@ class DemoReport:
         if reference is not None:
             if not reference.max_logit_diff <= reference.tolerance:
                 found.append(
-                    f"logits differ from {reference.name} by {reference.max_logit_diff:.3g}, over {reference.tolerance:g}"
+                    f"logits differ from {reference.name} by {reference.max_logit_diff:.3g}, "
+                    f"over {reference.tolerance:g}"
                 )
             for name, positions in zip(self.names, reference.decided_differently, strict=True):
                 if positions:

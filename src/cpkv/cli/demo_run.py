@@ -55,9 +55,7 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
         decode_placement.pages_for(len(request.token_ids) + request.max_new_tokens) for request in inputs.requests
     )
     progress(f"starting {options.cp_size} prefill ranks and a decode worker ({options.transfer})")
-    with Cluster(
-        settings, inputs.checkpoint, decode_pages=max(2, decode_pages), shuffle_seed=options.seed
-    ) as cluster:
+    with Cluster(settings, inputs.checkpoint, decode_pages=max(2, decode_pages), shuffle_seed=options.seed) as cluster:
         start_seconds = time.perf_counter() - started
 
         def run(shared: bool, name: str) -> GenerationResult:
@@ -109,7 +107,9 @@ def _dump_folder(options: DemoOptions) -> Path | None:
     try:
         return _new_folder(Path(options.dump))
     except OSError as error:
-        raise ConfigError(f"--dump {options.dump} cannot be made: {error}; give a folder that can be written") from error
+        raise ConfigError(
+            f"--dump {options.dump} cannot be made: {error}; give a folder that can be written"
+        ) from error
 
 
 def _write_dump(dump: Path, inputs: DemoInputs, result: GenerationResult, trace_folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The `cpkv` command: its subcommands, and how errors become exit statuses.
 
-    0 done    1 the demo found a difference    2 a typed error, told in one line    130 interrupted
+0 done    1 the demo found a difference    2 a typed error, told in one line    130 interrupted
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_app() -> typer.Typer:
     return app
 
 
-def _end(signal_number: int, frame: FrameType | None) -> None:
+def _end(signal_number: int, _frame: FrameType | None) -> None:
     """SIGTERM unwinds the stack, so that workers end and folders are removed."""
     raise SystemExit(128 + signal_number)
 

@@ -27,7 +27,9 @@ class GlooCommunicator(Communicator):
         WorkerDiedError: the other ranks did not arrive in time.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: Path, *, timeout_s: float = 120.0, record: bool = False) -> None:
+    def __init__(
+        self, rank: int, size: int, rendezvous: Path, *, timeout_s: float = 120.0, record: bool = False
+    ) -> None:
         super().__init__(rank, size, record=record)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:

@@ -1,22 +1,17 @@
 """The settings of a prefill group and its decode worker, frozen, and what may be combined.
 
-    split        zigzag, interleave          any of them with any of
-    view         full, current (shared pool); replicated (every rank holds every page)
-    rows/keys    float64/float64  float32/float32  float32/fp8  bfloat16/bfloat16  bfloat16/fp8
-    transfer     mooncake (ranks are processes), inprocess (ranks are threads)
+split        zigzag, interleave          any of them with any of
+view         full, current (shared pool); replicated (every rank holds every page)
+rows/keys    float64/float64  float32/float32  float32/fp8  bfloat16/bfloat16  bfloat16/fp8
+transfer     mooncake (ranks are processes), inprocess (ranks are threads)
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from cpkv.config.names import IndexDtype, LatentDtype, SplitStrategy, TransferName
 from cpkv.errors import ConfigError
-from cpkv.layout.row_format import IndexDtype, LatentDtype
-from cpkv.layout.split import SplitStrategy
-
-TransferName = Literal["mooncake", "inprocess"]
 
 MAX_CP_SIZE = 8
 MAX_PAGE_SIZE = 1024

@@ -1,7 +1,7 @@
 """A prefill group and a decode worker of this host, started together, watched together, ended together.
 
-    mooncake    4 rank processes (gloo) + 1 decode process, pages over TCP
-    inprocess   4 rank threads + 1 decode thread, pages copied
+mooncake    4 rank processes (gloo) + 1 decode process, pages over TCP
+inprocess   4 rank threads + 1 decode thread, pages copied
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -171,9 +172,7 @@ class Cluster:
             )
 
         for rank in range(size):
-            name = f"prefill rank {rank}"
-            worker = ThreadWorker(name, lambda channel, rank=rank: serve_rank(rank, channel), Command)
-            self.ranks.append(self._watch(worker))
+            self.ranks.append(self._watch(ThreadWorker(f"prefill rank {rank}", partial(serve_rank, rank), Command)))
         return self._watch(
             ThreadWorker(
                 "decode worker",
@@ -209,7 +208,7 @@ class Cluster:
 
     def call_ranks(self, command: Any) -> dict[WorkerHandle, Any]:
         """Send one command to every rank; replies by worker."""
-        return self.workers.call({worker: command for worker in self.ranks})
+        return self.workers.call(dict.fromkeys(self.ranks, command))
 
     def counters(self) -> list[CountersAre]:
         """The view counters by rank."""

@@ -1,7 +1,7 @@
 """What the decode worker knows of its requests, and how it answers each message. One thread owns it.
 
-    OpenTransfer -> pages set aside (opening) -> PagesSent x ranks -> FinishTransfer -> decoding -> ReleaseRequest
-                                 AbortTransfer -> pages free, or in quarantine where writes may still land
+OpenTransfer -> pages set aside (opening) -> PagesSent x ranks -> FinishTransfer -> decoding -> ReleaseRequest
+                             AbortTransfer -> pages free, or in quarantine where writes may still land
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cpkv.cache.allocator import PageAllocator
 from cpkv.engine.forward import BatchTrace, ForwardPass
 from cpkv.engine.sampling import check_sampling, sample_token
 from cpkv.engine.tensors import tensor_bytes
-from cpkv.errors import ProtocolError, PromptError, TransferError
+from cpkv.errors import PromptError, ProtocolError, TransferError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
 from cpkv.ops.reference.index_keys import unpack_index_keys
@@ -83,7 +83,9 @@ class DecodeRequests:
 
     def _open(self, message: m.OpenTransfer) -> m.TransferOpened:
         if len(message.request_id) > m.MAX_REQUEST_ID_CHARS:
-            raise ProtocolError(f"a request id of {len(message.request_id)} characters; {m.MAX_REQUEST_ID_CHARS} at most")
+            raise ProtocolError(
+                f"a request id of {len(message.request_id)} characters; {m.MAX_REQUEST_ID_CHARS} at most"
+            )
         if message.request_id in self._requests:
             raise ProtocolError(f"request {message.request_id} is open already; use an id once")
         if message.prompt_tokens < 1 or message.max_new_tokens < 1:

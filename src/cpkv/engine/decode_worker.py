@@ -1,7 +1,7 @@
 """The decode worker: the full layout, no context parallelism, one listening port.
 
-    scheduler --commands--> DecodeWorker      starts and stops it
-    prefill ranks and scheduler --TCP--> server thread --> DecodeRequests (pool, allocator, model)
+scheduler --commands--> DecodeWorker      starts and stops it
+prefill ranks and scheduler --TCP--> server thread --> DecodeRequests (pool, allocator, model)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Synchronising diagnostics of one rank, on only with CPKV_DEBUG_SHARED_KV=1. Slow, and exact about what broke.
 
-    plans      digests of the batch plan are gathered and must be equal
-    pages      a page's digest after the batch that wrote it must still hold when a later batch reads it
-    views      every row that a view shows is compared with the bytes that the page's owner holds
+plans      digests of the batch plan are gathered and must be equal
+pages      a page's digest after the batch that wrote it must still hold when a later batch reads it
+views      every row that a view shows is compared with the bytes that the page's owner holds
 """
 
 from __future__ import annotations

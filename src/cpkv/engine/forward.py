@@ -1,6 +1,6 @@
 """One forward pass of one rank over one batch, the same for shared and replicated pools and for decode.
 
-    per layer   project own tokens -> convert to stored rows -> all-gather -> write own pages -> view -> attention
+per layer   project own tokens -> convert to stored rows -> all-gather -> write own pages -> view -> attention
 """
 
 from __future__ import annotations

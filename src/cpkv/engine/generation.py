@@ -1,7 +1,7 @@
 """One run of some requests: prefill through one kind of pool, hand over, decode together. Two runs can be compared.
 
-    shared run      prefill (one copy) -> pages -> decode      |  the same requests, chunks, batches and decode
-    replicated run  prefill (N copies) -> pages -> decode      |  batches, so every bit must be equal
+shared run      prefill (one copy) -> pages -> decode      |  the same requests, chunks, batches and decode
+replicated run  prefill (N copies) -> pages -> decode      |  batches, so every bit must be equal
 """
 
 from __future__ import annotations

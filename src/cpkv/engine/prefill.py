@@ -1,6 +1,6 @@
 """The prefill scheduler: admits requests, cuts batches, runs them on every rank, hands the pages to the decode worker.
 
-    waiting -> admitted (pages of the whole prompt) -> batches -> last logits -> first token -> transfer -> pages free
+waiting -> admitted (pages of the whole prompt) -> batches -> last logits -> first token -> transfer -> pages free
 """
 
 from __future__ import annotations

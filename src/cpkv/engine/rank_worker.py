@@ -48,7 +48,6 @@ from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.page_sender import PageSender
 from cpkv.views.view import ViewCounters
 
-
 Part = TypeVar("Part")
 
 
@@ -81,9 +80,7 @@ class RankWorker:
 
     def ready(self) -> WorkerReady:
         """What every rank must agree on."""
-        facts = {
-            name: str(getattr(self._settings, name)) for name in self._settings.__struct_fields__
-        } | {
+        facts = {name: str(getattr(self._settings, name)) for name in self._settings.__struct_fields__} | {
             "model": self._model.shape.fingerprint(),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
@@ -144,9 +141,7 @@ class RankWorker:
                 sender,
                 timeout_s=self._settings.transfer_timeout_s,
             )
-        self._sender = PageSender(
-            self._rank, self._backend, pool, self._link, digest_pages=self._settings.debug
-        )
+        self._sender = PageSender(self._rank, self._backend, pool, self._link, digest_pages=self._settings.debug)
         return Done()
 
     def _run_batch(self, command: RunBatch) -> BatchDone:
@@ -199,9 +194,7 @@ class RankWorker:
 
     def _read_counters(self, command: ReadCounters) -> CountersAre:
         counters = self._counters
-        return CountersAre(
-            counters.batches, counters.moved_bytes, counters.history_bytes, counters.scratch_bytes
-        )
+        return CountersAre(counters.batches, counters.moved_bytes, counters.history_bytes, counters.scratch_bytes)
 
     def _open(self, part: Part | None) -> Part:
         if part is None:

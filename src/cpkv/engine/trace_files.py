@@ -1,7 +1,7 @@
 """Reads back what batches and decode steps left in a trace folder, by request and position.
 
-    batch0-rank0.safetensors   positions, segments, logits, choices.<layer>    of the tokens that rank 0 computed
-    decode0.safetensors        choices.<layer>                                 one row a request of the step
+batch0-rank0.safetensors   positions, segments, logits, choices.<layer>    of the tokens that rank 0 computed
+decode0.safetensors        choices.<layer>                                 one row a request of the step
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def read_trace(folder: Path, request_id: str, prompt_tokens: int) -> RequestTrac
         with safe_open(path, framework="pt") as file:
             requests = msgspec.json.decode(file.metadata()["requests"])
             if request_id in requests:
-                for name in file.keys():  # noqa: SIM118 (safetensors' file is no dict)
+                for name in file.keys():
                     by_position = rows.setdefault(name, {})
                     by_position[len(by_position)] = file.get_tensor(name)[requests.index(request_id)]
-    stacked = {name: torch.stack([by_position[key] for key in sorted(by_position)]) for name, by_position in rows.items()}
+    stacked = {
+        name: torch.stack([by_position[key] for key in sorted(by_position)]) for name, by_position in rows.items()
+    }
     choices = {int(name.removeprefix("choices.")): value for name, value in stacked.items() if name != "logits"}
     return RequestTrace(stacked.get("logits"), dict(sorted(choices.items())))

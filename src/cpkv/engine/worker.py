@@ -1,7 +1,7 @@
 """A worker as the scheduler sees it: a name, a channel, and a way to know how it ended.
 
-    scheduler  --socketpair-->  process (spawned, own session, stderr to a file)     or     thread of this process
-               --lifeline----->  ends the process when the scheduler ends
+scheduler  --socketpair-->  process (spawned, own session, stderr to a file)     or     thread of this process
+           --lifeline----->  ends the process when the scheduler ends
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """All workers of a run, watched together: whoever dies first is named, and everyone ends.
 
-    call(command) --> every rank --> replies by rank
-                         |  meanwhile: any worker, also one that was not asked, may die
-                         v
-                      WorkerDiedError("prefill rank 2 was killed by signal 9 (SIGKILL) during RunBatch")
+call(command) --> every rank --> replies by rank
+                     |  meanwhile: any worker, also one that was not asked, may die
+                     v
+                  WorkerDiedError("prefill rank 2 was killed by signal 9 (SIGKILL) during RunBatch")
 """
 
 from __future__ import annotations

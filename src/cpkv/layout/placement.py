@@ -29,7 +29,7 @@ Ints = TypeVar("Ints", bound=Any)
 
 def keep_none(value: Ints, translated: Ints) -> Ints:
     """`translated` where `value` is a token or page (>= 0), -1 elsewhere; ints and int arrays alike."""
-    return (translated + 1) * (value >= 0) - 1  # type: ignore[no-any-return]
+    return (translated + 1) * (value >= 0) - 1
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from cpkv.config.names import SplitStrategy
 from cpkv.errors import PlanError
 from cpkv.layout.placement import PagePlacement
-from cpkv.layout.split import IntArray, SplitStrategy, TokenSplit, split_tokens
+from cpkv.layout.split import IntArray, TokenSplit, split_tokens
 
 ViewName = Literal["full", "current", "replicated"]
 
@@ -203,11 +204,7 @@ class BatchPlan:
             for owner, pages in enumerate(by_owner)
             for place, page in enumerate(pages)
         }
-        history = {
-            page
-            for segment in self.spec.segments
-            for page in segment.pages[: -(-segment.start // page_size)]
-        }
+        history = {page for segment in self.spec.segments for page in segment.pages[: -(-segment.start // page_size)]}
         return PageGather(
             local_pages=tuple(self.placement.local_page(pages) for pages in by_owner),
             max_pages=max_pages,

@@ -1,17 +1,15 @@
 """What one token stores: a latent row per layer and an index key per layer that has an indexer.
 
-    latent row   | latent (kv_lora_rank values) | rope key (qk_rope_head_dim values) |   float64, float32 or bfloat16
-    index page   float dtypes: key of token 0 | key of token 1 | ...
-                 fp8:          all keys of the page (page_size x dim e4m3) | all scales (page_size x fp32)
+latent row   | latent (kv_lora_rank values) | rope key (qk_rope_head_dim values) |   float64, float32 or bfloat16
+index page   float dtypes: key of token 0 | key of token 1 | ...
+             fp8:          all keys of the page (page_size x dim e4m3) | all scales (page_size x fp32)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-LatentDtype = Literal["float64", "float32", "bfloat16"]
-IndexDtype = Literal["float64", "float32", "bfloat16", "fp8"]
+from cpkv.config.names import IndexDtype, LatentDtype
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "fp8": 1}
 FP8_SCALE_BYTES = 4

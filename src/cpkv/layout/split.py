@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from cpkv.config.names import SplitStrategy
 from cpkv.errors import PlanError
 
-SplitStrategy = Literal["zigzag", "interleave"]
 IntArray = npt.NDArray[np.int64]
 
 

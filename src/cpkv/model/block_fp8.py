@@ -1,6 +1,6 @@
 """Checkpoints with block-wise fp8 weights, as DeepSeek-V3.2 and GLM-5 publish them: dequantised, or refused by name.
 
-    weight  e4m3 [out, in]      <name>_scale_inv  fp32 [ceil(out / 128), ceil(in / 128)]      value = weight * scale
+weight  e4m3 [out, in]      <name>_scale_inv  fp32 [ceil(out / 128), ceil(in / 128)]      value = weight * scale
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from cpkv.errors import CheckpointError
 SCALE_SUFFIX = "_scale_inv"
 
 
-def dequantise_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Values float32 [out, in] of e4m3 weights [out, in] with one scale per block."""
-    rows = scale.repeat_interleave(block[0], dim=0)[: weight.shape[0]]
-    return weight.to(torch.float32) * rows.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
+def dequantise_blocks(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Values [out, in] in `dtype` of e4m3 weights [out, in], one scale per block; rounded once, to `dtype`."""
+    rows = scale.to(dtype).repeat_interleave(block[0], dim=0)[: weight.shape[0]]
+    return weight.to(dtype) * rows.repeat_interleave(block[1], dim=1)[:, : weight.shape[1]]
 
 
 @contextlib.contextmanager
-def dequantised_folder(folder: Path, config: Any, workspace: Path) -> Iterator[Path]:
+def dequantised_folder(folder: Path, config: Any, workspace: Path, dtype: torch.dtype) -> Iterator[Path]:
     """The folder itself, or, where its weights are block fp8, a dequantised copy that lives as long as the context.
 
     Raises:
@@ -45,11 +47,12 @@ def dequantised_folder(folder: Path, config: Any, workspace: Path) -> Iterator[P
             "cpkv reads plain weights and block-wise fp8"
         )
     with tempfile.TemporaryDirectory(dir=workspace, prefix="dequantised-") as name:
-        _dequantise(folder, Path(name), (block[0], block[1]))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        _dequantise(folder, Path(name), (block[0], block[1]), wide)
         yield Path(name)
 
 
-def _dequantise(folder: Path, target: Path, block: tuple[int, int]) -> None:
+def _dequantise(folder: Path, target: Path, block: tuple[int, int], dtype: torch.dtype) -> None:
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del raw["quantization_config"]
     (target / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -66,6 +69,6 @@ def _dequantise(folder: Path, target: Path, block: tuple[int, int]) -> None:
                 scale = tensors.get(name + SCALE_SUFFIX)
                 if scale is None:
                     raise CheckpointError(f"{file} holds {name} in fp8 without {name + SCALE_SUFFIX} beside it")
-                tensor = dequantise_blocks(tensor, scale, block)
+                tensor = dequantise_blocks(tensor, scale, block, dtype)
             plain[name] = tensor
         save_file(plain, target / file.name, metadata={"format": "pt"})

@@ -1,8 +1,8 @@
 """A checkpoint folder: what it holds, whether it is sound, and its weights prepared for the ranks of a host.
 
-    folder (safetensors, split experts) --load once--> prepared file (one safetensors, names as in memory)
-                                                          |  mmap, private, never written
-                                     rank 0  rank 1  rank 2  rank 3      share its pages
+folder (safetensors, split experts) --load once--> prepared file (one safetensors, names as in memory)
+                                                      |  mmap, private, never written
+                                 rank 0  rank 1  rank 2  rank 3      share its pages
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def read_config(folder: Path) -> Any:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} is no checkpoint: it has no config.json; give a folder in Hugging Face's layout")
+        raise CheckpointError(
+            f"{folder} is no checkpoint: it has no config.json; give a folder in Hugging Face's layout"
+        )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
@@ -108,7 +110,7 @@ def prepare_weights(folder: Path, target: Path, dtype: torch.dtype) -> None:
     check_weights(folder)
     from transformers import AutoModelForCausalLM
 
-    with dequantised_folder(folder, config, target.parent) as plain, quiet_transformers():
+    with dequantised_folder(folder, config, target.parent, dtype) as plain, quiet_transformers():
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 plain, dtype=dtype, experts_implementation="eager", output_loading_info=True

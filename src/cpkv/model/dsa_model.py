@@ -1,6 +1,6 @@
 """A DSA model over the tokens of one rank: transformers' modules, cpkv's rows and attention inputs.
 
-    token ids -> embed -> per layer: project -> (rows to store, queries) ... attention ... -> finish -> logits
+token ids -> embed -> per layer: project -> (rows to store, queries) ... attention ... -> finish -> logits
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DsaModel:
     def _up_projection(self, attention: Any) -> torch.Tensor:
         """kv_b_proj as [heads, nope_dim + value_dim, kv_lora_rank] in the compute dtype."""
         weight = attention.kv_b_proj.weight.view(self.shape.num_heads, -1, self.shape.kv_lora_rank)
-        return weight.to(self.compute_dtype)  # type: ignore[no-any-return]
+        return weight.to(self.compute_dtype)
 
     def _absorbed_queries(self, attention: Any, query_latent: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """[tokens, heads, latent_width] in the compute dtype: q_nope W_UK beside the rotated q_rope."""

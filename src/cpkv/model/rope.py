@@ -1,7 +1,7 @@
 """Rotary positions. Frequencies come from transformers' module; in float64 from the same formulas in float64.
 
-    interleaved pairs (MLA everywhere, GLM's indexer)    (x0 x1) (x2 x3) ...      pair i turns by pos * frequency i
-    halves (DeepSeek-V3.2's indexer)                     (x0 x_h) (x1 x_h+1) ...  h = dims / 2
+interleaved pairs (MLA everywhere, GLM's indexer)    (x0 x1) (x2 x3) ...      pair i turns by pos * frequency i
+halves (DeepSeek-V3.2's indexer)                     (x0 x_h) (x1 x_h+1) ...  h = dims / 2
 """
 
 from __future__ import annotations

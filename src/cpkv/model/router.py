@@ -38,6 +38,6 @@ def route_tokens(gate: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def feed_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A layer's MLP or MoE over tokens [tokens, hidden_size]; modules and expert weights are transformers'."""
     if not hasattr(mlp, "experts"):
-        return mlp(hidden)  # type: ignore[no-any-return]
+        return mlp(hidden)
     weights, experts = route_tokens(mlp.gate, hidden)
-    return mlp.experts(hidden, experts, weights) + mlp.shared_experts(hidden)  # type: ignore[no-any-return]
+    return mlp.experts(hidden, experts, weights) + mlp.shared_experts(hidden)

@@ -8,9 +8,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from cpkv.config.names import IndexDtype, LatentDtype
 from cpkv.errors import CheckpointError
 from cpkv.layout.pool_geometry import PoolGeometry, index_slots
-from cpkv.layout.row_format import IndexDtype, LatentDtype, RowFormat
+from cpkv.layout.row_format import RowFormat
 
 SUPPORTED_MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
 
@@ -62,7 +63,9 @@ class ModelShape:
             )
         types = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
         if types[0] != "full":
-            raise CheckpointError("layer 0 has no indexer and no earlier choice to reuse; fix `indexer_types` in config.json")
+            raise CheckpointError(
+                "layer 0 has no indexer and no earlier choice to reuse; fix `indexer_types` in config.json"
+            )
         return cls(
             model_type=config.model_type,
             vocab_size=config.vocab_size,

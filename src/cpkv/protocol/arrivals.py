@@ -1,7 +1,7 @@
 """Which pages of a request have arrived at the decode worker. No I/O: messages in, errors or completion out.
 
-    senders    2 0 1 2          position 0 must come from rank 2, once
-    arrived    x . x .          complete when every position has come exactly once
+senders    2 0 1 2          position 0 must come from rank 2, once
+arrived    x . x .          complete when every position has come exactly once
 """
 
 from __future__ import annotations

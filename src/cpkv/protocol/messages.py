@@ -1,22 +1,21 @@
 """What prefill and decode workers say to each other. Plain data, msgpack, one tag each.
 
-    prefill scheduler                       decode worker                     prefill rank r
-      Hello ------------------------------->                 <----------------------- Hello
-            <------------------------ Welcome                Welcome ------------------>
-      OpenTransfer ------------------------>  allocates its pages
-            <----------------- TransferOpened
-      (pages to the ranks)                      <======== page bytes, by the engine =====
-                                                <--------------------------- PagesSent
-      FinishTransfer ---------------------->  every position exactly once?
-            <--------------- TransferComplete
+prefill scheduler                       decode worker                     prefill rank r
+  Hello ------------------------------->                 <----------------------- Hello
+        <------------------------ Welcome                Welcome ------------------>
+  OpenTransfer ------------------------>  allocates its pages
+        <----------------- TransferOpened
+  (pages to the ranks)                      <======== page bytes, by the engine =====
+                                            <--------------------------- PagesSent
+  FinishTransfer ---------------------->  every position exactly once?
+        <--------------- TransferComplete
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from cpkv.layout.row_format import IndexDtype, LatentDtype
-from cpkv.layout.split import SplitStrategy
+from cpkv.config.names import IndexDtype, LatentDtype, SplitStrategy
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20

@@ -1,8 +1,8 @@
 """A prefill group inside one test: ranks as threads, recorded collectives, poisoned pools, no sockets.
 
-    ranks = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=64)
-    result = ranks.prefill({"a": ids, "b": more_ids}, chunk_size=100, strategy="zigzag")
-    result.logits["a"]        [tokens, vocab] every position          result.choices["a"][layer]   [tokens, topk]
+ranks = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=64)
+result = ranks.prefill({"a": ids, "b": more_ids}, chunk_size=100, strategy="zigzag")
+result.logits["a"]        [tokens, vocab] every position          result.choices["a"][layer]   [tokens, topk]
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from cpkv.cache.allocator import PageAllocator
 from cpkv.comm.communicator import Collective
 from cpkv.comm.threads import ThreadGroup
+from cpkv.config.names import SplitStrategy
 from cpkv.engine.forward import BatchTrace, ForwardPass
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment, choose_view
 from cpkv.layout.pool_geometry import PoolGeometry, local_pages
 from cpkv.layout.schedule import next_batch
-from cpkv.layout.split import SplitStrategy
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import PagePool
 from cpkv.views.view import ViewCounters

@@ -55,6 +55,9 @@ half of the payload, the shared one the second, so a shared layer with a wrong c
     glm5, deepseek-v32   fetch  hop 1  hop 2       hop 3
     glm52                fetch  hop 1  hop 2 [A|   hop 2 |B]  hop 3 [A|   hop 3 |B]
     (indexer, glm52)     full   full   full        shared     full        shared
+
+What it cannot show: experts (all MLPs are zero), attention that reads more rows than were chosen, and rows of layer 0
+lost after the prefill, as what was fetched lives on in the other layers. Text that is no recall prompt ties everywhere.
 """
 
 from __future__ import annotations

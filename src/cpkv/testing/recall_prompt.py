@@ -140,13 +140,13 @@ def _link_spans(prompt_tokens: int, page_size: int, delta: int) -> list[range]:
 def _value_places(spans: list[range], delta: int, rng: random.Random) -> list[int]:
     """One position per span such that no position is both a key and a value.
 
-    From the last span to the first: the last may be a tail of a single token, all others have at least 16 places, of
-    which keys and values placed before can bar only a few.
+    From the last span to the first, so that only keys of later values can bar a place. The last span, which may be a
+    tail of one token, meets none; every other has at least 16 places, or is the only one.
     """
-    used: set[int] = set()
+    keys: set[int] = set()
     places = []
     for span in reversed(spans):
-        place = rng.choice([p for p in span if p not in used and p - delta not in used])
-        used |= {place, place - delta}
+        place = rng.choice([p for p in span if p not in keys])
+        keys.add(place - delta)
         places.append(place)
     return places

@@ -145,7 +145,7 @@ class MooncakeBackend(TransferBackend):
         if answered:
             self._end_probe(session_id)
             self._reached.add(session_id)
-        # The probe of a silent peer stays: it is answered when the peer goes on. Each transfer waits its own time for it.
+        # The probe of a silent peer stays, and is answered when the peer goes on. Each transfer waits its own time.
         elif time.monotonic() - max(since, probe.started) > self._silence_s:
             raise TransferError(
                 f"peer {session_id} has not answered for {self._silence_s:g} s: it is stopped or cut off; see to it, "

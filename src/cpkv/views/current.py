@@ -1,11 +1,13 @@
 """The `current` view: a batch without history reads the rows that were gathered for writing. No pool row is read.
 
-    packed token   0  1  2 | 3  4           view row = packed token
-    request        A  A  A | B  B
-    pos            0  1  2 | 0  1
+packed token   0  1  2 | 3  4           view row = packed token
+request        A  A  A | B  B
+pos            0  1  2 | 0  1
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 
@@ -33,7 +35,7 @@ class CurrentView(View):
     name = "current"
 
     def __init__(self, plan: BatchPlan, counters: ViewCounters) -> None:
-        super().__init__(plan, tuple(torch.arange(first, last) for first, last in zip(plan.offsets, plan.offsets[1:])))
+        super().__init__(plan, tuple(torch.arange(first, last) for first, last in pairwise(plan.offsets)))
         self._counters = counters
 
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:

@@ -1,9 +1,9 @@
 """The interface that every view has. A view is made for one batch and asked once per layer.
 
-    plan ----> View(plan, pool, comm) -- open_layer(l, current rows) --> LayerRows
-                                                                          .latent       rows that kernels read
-                                                                          .index_keys   keys in position order
-               .position_rows[segment]  pos -> row of .latent, the same for every layer
+plan ----> View(plan, pool, comm) -- open_layer(l, current rows) --> LayerRows
+                                                                      .latent       rows that kernels read
+                                                                      .index_keys   keys in position order
+           .position_rows[segment]  pos -> row of .latent, the same for every layer
 """
 
 from __future__ import annotations

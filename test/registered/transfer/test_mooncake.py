@@ -57,8 +57,14 @@ class PeerProcess:
         self.process.stdin.flush()
         return self._read().strip()
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        # Its threads run on for a moment after the signal; this returns once all of them have stopped.
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.process.kill()
@@ -134,7 +140,7 @@ def test_a_peer_killed_in_the_middle_fails_the_transfer_soon_and_only_it(spawn: 
         transfer = sender.submit(victim.peer, pieces(region, victim.region, 1 << 15))
         while len(sender._pending[transfer].runs) > 1400:
             assert sender.poll(transfer).state == "pending"
-        victim.signal(signal.SIGKILL)
+        victim.process.kill()
         begun = time.monotonic()
         status = sender.wait(transfer, 15)
         assert status.state == "failed" and time.monotonic() - begun < 10
@@ -156,17 +162,19 @@ def test_a_peer_that_stops_never_blocks_a_poll(
     with MooncakeBackend(transfer_timeout_s=5) as sender:
         sender.register(region)
         runs = [Run(region.address, receiver.region.address, size)]
-        receiver.signal(signal.SIGSTOP)
+        receiver.stop()
         status, longest = polled_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
         assert "has not answered for 2.5 s" in status.cause, "at first contact"
         assert longest < 1
-        receiver.signal(signal.SIGCONT)
-        assert sender.wait(sender.submit(receiver.peer, runs), 10).state == "done", "it answers again"
-        receiver.signal(signal.SIGSTOP)
+        second = sender.submit(receiver.peer, runs)
+        assert sender.poll(second).state == "pending", "each transfer waits its own time for an answer"
+        receiver.go_on()
+        assert sender.wait(second, 10).state == "done", "it answers again"
+        receiver.stop()
         status, longest = polled_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
         assert status.state == "failed" and "has stopped" in status.cause, "after contact"
         assert longest < 1
-        receiver.signal(signal.SIGCONT)
+        receiver.go_on()
     assert receiver.digest() == hashlib.sha256(source).hexdigest()
 
 

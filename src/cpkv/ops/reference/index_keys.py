@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from cpkv.layout.row_format import FP8_SCALE_BYTES, IndexDtype
+from cpkv.config.names import IndexDtype
+from cpkv.layout.row_format import FP8_SCALE_BYTES
 from cpkv.ops.reference.latent_rows import torch_dtype
 
 FP8_MAX = 448.0

@@ -1,6 +1,6 @@
 """The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556): scores, and the exact choice.
 
-    score(q, k) = sum over heads h of  w_h * relu(q_h . k)          w already holds heads^-0.5 * dim^-0.5
+score(q, k) = sum over heads h of  w_h * relu(q_h . k)          w already holds heads^-0.5 * dim^-0.5
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from cpkv.errors import NumericsError
 KEY_TILE = 512
 
 
-def indexer_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+def indexer_scores(
+    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
     """Score a block of queries against every key that one of them may see.
 
     Keys are read in tiles of a fixed, zero-padded shape in position order, so no shape and no rounding depends on
@@ -61,27 +63,28 @@ def exact_topk(scores: torch.Tensor, limits: torch.Tensor, k: int) -> torch.Tens
     width = min(k, tokens)
     wanted = limits.clamp(max=width)
     threshold = scores.topk(width, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
-    visible = torch.arange(tokens) < limits.unsqueeze(1)
-    chosen = (scores >= threshold) & visible
-    counts = chosen.sum(dim=-1)
-    if bool((counts != wanted).any()):
-        if bool((scores.isnan() & visible).any()):
-            raise NumericsError("an indexer score is NaN, so no choice of keys is right; a weight or a stored key is NaN")
-        chosen = _lowest_of_ties(scores, threshold, visible, wanted)
-        counts = wanted
-    positions = chosen.nonzero()[:, 1]
-    if bool((counts == width).all()):
+    # topk ranks NaN above everything and amin keeps it, so one look at the thresholds finds any NaN of the block.
+    if bool(threshold.isnan().any()):
+        raise NumericsError("an indexer score is NaN, so no choice of keys is right; a weight or a stored key is NaN")
+    chosen = scores >= threshold
+    some_short = int(limits.min()) < width
+    if some_short:
+        chosen &= torch.arange(tokens) < limits.unsqueeze(1)
+    queries, positions = chosen.nonzero(as_tuple=True)
+    if len(positions) > int(wanted.sum()):
+        tied = (torch.bincount(queries, minlength=num_queries) > wanted).nonzero().flatten()
+        chosen[tied] = _lowest_of_ties(scores[tied], threshold[tied], wanted[tied])
+        positions = chosen.nonzero(as_tuple=True)[1]
+    if not some_short:
         return positions.view(num_queries, width)
     padded = positions.new_full((num_queries, width), -1)
-    padded[torch.arange(width) < counts.unsqueeze(1)] = positions
+    padded[torch.arange(width) < wanted.unsqueeze(1)] = positions
     return padded
 
 
-def _lowest_of_ties(
-    scores: torch.Tensor, threshold: torch.Tensor, visible: torch.Tensor, wanted: torch.Tensor
-) -> torch.Tensor:
-    """Everything above the threshold, and of what equals it the lowest positions, `wanted` in all per query."""
-    above = (scores > threshold) & visible
-    equal = (scores == threshold) & visible
+def _lowest_of_ties(scores: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Everything above a finite threshold, and of what equals it the lowest positions, `wanted` in all per query."""
+    above = scores > threshold
+    equal = scores == threshold
     room = (wanted - above.sum(dim=-1)).unsqueeze(1)
     return above | (equal & (equal.cumsum(dim=-1) <= room))

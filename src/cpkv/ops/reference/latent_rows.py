@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cpkv.layout.row_format import LatentDtype
+from cpkv.config.names import LatentDtype
 from cpkv.ops.words import as_words
 
 
@@ -40,7 +40,7 @@ def store_rows(pool_rows: torch.Tensor, rows: torch.Tensor, stored: torch.Tensor
         rows: int64 [tokens] rows of the pool, each at most once.
         stored: uint8 [tokens, row_bytes].
     """
-    words = as_words(pool_rows, divides=stored.storage_offset())
+    words = as_words(pool_rows, divides=int(stored.storage_offset()))
     words[rows] = stored.view(words.dtype)
 
 

@@ -1,6 +1,6 @@
 """Sparse attention over chosen latent rows, in the absorbed form of MLA (DeepSeek-V2, arXiv 2405.04434).
 
-    q_absorbed = [ q_nope W_UK | q_rope ]      one row serves all heads as key, its first kv_lora_rank values as value
+q_absorbed = [ q_nope W_UK | q_rope ]      one row serves all heads as key, its first kv_lora_rank values as value
 """
 
 from __future__ import annotations

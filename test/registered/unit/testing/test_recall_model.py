@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cpkv.errors import ConfigError, PromptError
@@ -47,6 +49,12 @@ def as_fp8(keys: torch.Tensor) -> torch.Tensor:
     return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(keys.dtype)
 
 
+def step(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """The logits of these rows [tokens, vocab]. The argument had another name in older versions of transformers."""
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(input_ids=ids, use_cache=True, **{named: cache}).logits[0]
+
+
 @torch.no_grad()
 def prefill(model: Any, ids: tuple[int, ...], chunk: int = 512, fp8_keys: bool = False) -> tuple[Any, torch.Tensor]:
     """The cache, and the logits of every row [tokens, vocab]."""
@@ -54,9 +62,7 @@ def prefill(model: Any, ids: tuple[int, ...], chunk: int = 512, fp8_keys: bool =
     if fp8_keys:
         update = cache.update_indexer
         cache.update_indexer = lambda keys, layer: update(as_fp8(keys), layer)
-    parts = [
-        model(input_ids=part, cache=cache, use_cache=True).logits[0] for part in torch.tensor([ids]).split(chunk, 1)
-    ]
+    parts = [step(model, part, cache) for part in torch.tensor([ids]).split(chunk, 1)]
     return cache, torch.cat(parts)
 
 
@@ -65,8 +71,7 @@ def decode(model: Any, cache: Any, row: torch.Tensor, new: int) -> torch.Tensor:
     """Greedy decoding after the last prompt row's logits: the logits that chose each token [new, vocab]."""
     rows = [row]
     while len(rows) < new:
-        token = rows[-1].argmax().view(1, 1)
-        rows.append(model(input_ids=token, cache=cache, use_cache=True).logits[0, -1])
+        rows.append(step(model, rows[-1].argmax().view(1, 1), cache)[-1])
     return torch.stack(rows).float()
 
 
@@ -79,10 +84,12 @@ def count_right(logits: torch.Tensor, prompt: RecallPrompt) -> int:
     return sum(int(a == b) for a, b in zip(logits.argmax(-1).tolist(), prompt.answers, strict=True))
 
 
-def assert_right(logits: torch.Tensor, prompt: RecallPrompt, margin: float) -> None:
+def assert_right(logits: torch.Tensor, prompt: RecallPrompt, atol: float = 1e-2) -> None:
+    """The right tokens, with the logits that the derivation gives: 32, and 16 for the next best."""
     assert logits.argmax(-1).tolist() == list(prompt.answers)
-    best = logits.topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() >= margin
+    torch.testing.assert_close(
+        logits.topk(2).values, torch.tensor([[32.0, 16.0]]).expand(len(logits), 2), rtol=0, atol=atol
+    )
 
 
 def prompt_of(family: str, tokens: int, page_size: int, seed: int = 0, **shared: int) -> RecallPrompt:
@@ -186,24 +193,24 @@ def test_the_prompt_needs_no_torch() -> None:
 @pytest.mark.parametrize(("tokens", "page_size"), [(40, 8), (193, 64), (600, 64), (1000, 1)])
 def test_every_answer_is_right(tmp_path: Path, family: str, tokens: int, page_size: int) -> None:
     prompt = prompt_of(family, tokens, page_size)
-    assert_right(answer(load(tmp_path, family, prompt), prompt), prompt, margin=15.99)
+    assert_right(answer(load(tmp_path, family, prompt), prompt), prompt)
 
 
 def test_every_answer_is_right_at_4000_tokens(tmp_path: Path) -> None:
     prompt = prompt_of("glm5", 4000, 64)
-    assert_right(answer(load(tmp_path, "glm5", prompt), prompt), prompt, margin=15.99)
+    assert_right(answer(load(tmp_path, "glm5", prompt), prompt), prompt)
 
 
 @pytest.mark.parametrize("family", RECALL_FAMILIES)
 def test_every_answer_is_right_in_bf16_with_fp8_index_keys(tmp_path: Path, family: str) -> None:
     prompt = prompt_of(family, 600, 64, seed=1)
-    assert_right(answer(load(tmp_path, family, prompt, torch.bfloat16), prompt, fp8_keys=True), prompt, margin=15.5)
+    assert_right(answer(load(tmp_path, family, prompt, torch.bfloat16), prompt, fp8_keys=True), prompt, atol=0.25)
 
 
 def test_every_answer_is_right_with_all_names_in_use(tmp_path: Path) -> None:
     """Past 961 names the first half of a code may be a negated word, which |q . k| must not take for the word."""
     prompt = prompt_of("glm52", 1000, 16, vocab_size=3846)
-    assert_right(answer(load(tmp_path, "glm52", prompt), prompt), prompt, margin=15.99)
+    assert_right(answer(load(tmp_path, "glm52", prompt), prompt), prompt)
 
 
 def test_prompts_of_different_lengths_share_a_checkpoint(tmp_path: Path) -> None:
@@ -213,18 +220,40 @@ def test_prompts_of_different_lengths_share_a_checkpoint(tmp_path: Path) -> None
     model = load(tmp_path, "glm52", prompts[0])
     for prompt in prompts:
         check_prompt(prompt, len(prompt.token_ids), 16)
-        assert_right(answer(model, prompt), prompt, margin=15.99)
+        assert_right(answer(model, prompt), prompt)
+
+
+def names_said(prompt: RecallPrompt) -> list[int]:
+    """What each prompt row should say: the name three links on, by the links whose values lie at or before the row."""
+    names, links, said = prompt.vocab_size // 2, links_of(prompt), []
+    for row, token in enumerate(prompt.token_ids):
+        name = token if token < names else PAD
+        for _ in range(3):
+            to, place = links.get(name, (PAD, 0))
+            name = to if place <= row else PAD
+        said.append(name)
+    return said
 
 
 @pytest.mark.parametrize("family", RECALL_FAMILIES)
 def test_no_row_depends_on_the_chunks_or_on_ties(tmp_path: Path, family: str) -> None:
-    prompt = prompt_of(family, 1000, 64)
+    prompt = prompt_of(family, 1000, 16)
     model = load(tmp_path, family, prompt)
     (cache, rows), (other_cache, other_rows) = (prefill(model, prompt.token_ids, chunk) for chunk in (512, 128))
     torch.testing.assert_close(rows, other_rows, rtol=0, atol=1e-4)
     logits, other = (decode(model, c, r[-1], NEW) for c, r in ((cache, rows), (other_cache, other_rows)))
     torch.testing.assert_close(logits, other, rtol=0, atol=2e-5)
-    assert set(rows[: 2 * prompt.delta].argmax(-1).tolist()) == {PAD}
+    assert rows.argmax(-1).tolist() == names_said(prompt)
+
+
+@pytest.mark.parametrize("names", [3, 60, 962, 1923])
+def test_no_two_names_look_alike(tmp_path: Path, names: int) -> None:
+    write_recall_checkpoint(tmp_path, "glm5", vocab_size=2 * names, delta=10)
+    codes = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][:names, 64:128]
+    dots = codes @ codes.T
+    assert dots.diagonal().unique().tolist() == [64]
+    assert dots.fill_diagonal_(0).abs().max() <= 32
+    assert not dots[PAD].any()
 
 
 @pytest.mark.parametrize("family", RECALL_FAMILIES)
@@ -244,17 +273,19 @@ def test_the_eps_of_the_latent_norms_does_not_show(tmp_path: Path, family: str) 
 
 @pytest.mark.parametrize("rows", ["latent rows", "index keys"])
 def test_every_page_past_two_delta_feeds_an_answer(tmp_path: Path, rows: str) -> None:
-    prompt = prompt_of("glm52", 700, 32)
+    prompt = prompt_of("glm52", 500, 32)
     model = load(tmp_path, "glm52", prompt)
     cache, logits = prefill(model, prompt.token_ids)
-    for start in range(-(-2 * prompt.delta // 32) * 32, 699, 32):
+    walk = -(-len(links_of(prompt)) // 3)
+    for start in range(-(-2 * prompt.delta // 32) * 32, 499, 32):
         hurt = copy.deepcopy(cache)
         for layer in hurt.layers:
             if rows == "latent rows":
                 layer.keys[:, :, start : start + 32] = 0
             elif layer.is_indexer_initialized:
                 layer.indexer_keys[:, start : start + 32] = 0
-        assert count_right(decode(model, hurt, logits[-1], NEW), prompt) < NEW, f"page at {start}"
+        said = decode(model, hurt, logits[-1], walk + 1)[1:].argmax(-1).tolist()
+        assert said != list(prompt.answers[1 : walk + 1]), f"page at {start}"
 
 
 def dsa_module(family: str) -> tuple[ModuleType, str]:

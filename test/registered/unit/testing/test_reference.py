@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from cpkv.testing.checkpoints import (
@@ -21,7 +22,7 @@ from cpkv.testing.checkpoints import (
     write_block_fp8,
     write_hot_checkpoint,
 )
-from cpkv.testing.oracle import StableTopK, TransformersOracle, stable_topk
+from cpkv.testing.oracle import TransformersOracle, stable_topk
 from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
@@ -57,7 +58,10 @@ def oracle(folder: Path) -> TransformersOracle:
     return TransformersOracle(folder)
 
 
-def rewrite(folder: Path, *, config: dict[str, Any] | None = None, weights: dict[str, torch.Tensor] | None = None):
+def rewrite(
+    folder: Path, *, config: dict[str, Any] | None = None, weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Change some settings and weights of a checkpoint in place."""
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | (config or {})))
     tensors = load_file(folder / "model.safetensors") | (weights or {})
@@ -115,7 +119,7 @@ def test_yarn_attention_factor_other_than_one(tmp_path: Path) -> None:
 
 def test_rows_of_real_size(tmp_path: Path) -> None:
     write_hot_checkpoint(tmp_path, "glm5", shape=TinyShape.real_rows(), topk=256)
-    assert_same(ReferenceModel(tmp_path), TransformersOracle(tmp_path), prompt(600), 5e-5)
+    assert_same(ReferenceModel(tmp_path), TransformersOracle(tmp_path), prompt(400), 5e-5)
 
 
 def test_generate_equals_forward(reference: ReferenceModel, oracle: TransformersOracle) -> None:
@@ -136,7 +140,7 @@ def test_no_new_tokens(reference: ReferenceModel, oracle: TransformersOracle) ->
         assert logits.shape == (1, 512)
 
 
-@pytest.mark.parametrize("chunk_size", [7, 64, 65])
+@pytest.mark.parametrize("chunk_size", [17, 64, 65])
 def test_oracle_does_not_depend_on_chunks(oracle: TransformersOracle, chunk_size: int) -> None:
     one_shot = oracle.trace(prompt(150), 150)
     chunked = oracle.trace(prompt(150), chunk_size, replay=one_shot.indices)
@@ -154,7 +158,7 @@ def test_replaying_the_own_choice_changes_nothing(reference: ReferenceModel, ora
     alone = oracle.forward(ids, 64, replay=itself)
     assert (alone - own.logits).abs().max() > 0.1
     assert (alone.double() - reference.forward(ids, replay=itself).logits).abs().max() < 1e-4
-    assert torch.equal(oracle.forward(ids, 64), own.logits), "the replay ends with the call"
+    assert torch.equal(oracle.generate(ids, 0, 64)[1][0], own.logits[-1]), "the replay ends with the call"
 
 
 def test_one_wrong_position_shows(reference: ReferenceModel, oracle: TransformersOracle) -> None:
@@ -182,8 +186,8 @@ def test_ties_go_to_the_lowest_position(tmp_path: Path, family: Family) -> None:
     for chunk_size in (300, 64):
         assert_same_choice(expected, oracle.trace(ids, chunk_size, replay=expected).indices)
 
-    class HighestPosition(StableTopK):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
+    class HighestPosition(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.Tensor.sort and "stable" in (kwargs or {}):
                 flipped = args[0].flip(-1).sort(**kwargs)
                 return torch.return_types.sort((flipped.values, args[0].shape[-1] - 1 - flipped.indices))
@@ -261,6 +265,7 @@ def test_block_fp8_folder(tmp_path: Path, folder: Path, reference: ReferenceMode
             assert torch.equal(tensors[name], stored), name
         else:
             assert tensors[name].dtype == torch.float8_e4m3fn, name
+            assert tensors[name].float().abs().max() == 448, name
             scale = tensors[name + "_scale_inv"]
             assert scale.dtype == torch.float32
             assert scale.shape == tuple(math.ceil(size / 128) for size in stored.shape)

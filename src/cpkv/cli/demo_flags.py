@@ -1,0 +1,74 @@
+"""The flags of `cpkv demo`: name, help text and panel of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+MODEL, GROUP, REQUESTS, OUTPUT = "Model", "Prefill group and pools", "Requests", "Output"
+
+ModelFamily = Annotated[
+    Literal["glm5", "glm52", "deepseek-v32"],
+    typer.Option(help="Family of the model that is made when no --model is given.", rich_help_panel=MODEL),
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="Checkpoint folder of a DSA model to serve.", metavar="FOLDER", rich_help_panel=MODEL),
+]
+Dtype = Annotated[
+    Literal["float64", "float32", "bfloat16"],
+    typer.Option(help="Of weights and latent rows.", rich_help_panel=MODEL),
+]
+StoredIndexDtype = Annotated[
+    Literal["float64", "float32", "bfloat16", "fp8"] | None,
+    typer.Option(help="Of stored index keys: fp8, or the same as --dtype (default).", rich_help_panel=MODEL),
+]
+CpSize = Annotated[int, typer.Option(help="Prefill ranks, 1 to 8; 1 means no sharing.", rich_help_panel=GROUP)]
+CpStrategy = Annotated[
+    Literal["zigzag", "interleave"],
+    typer.Option(help="How the tokens of a batch are split over the ranks.", rich_help_panel=GROUP),
+]
+EnableCpSharedKv = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-cp-shared-kv/--no-enable-cp-shared-kv",
+        help="Keep one KV copy over the ranks (default: on, off at --cp-size 1).",
+        rich_help_panel=GROUP,
+    ),
+]
+NoCurrentReuse = Annotated[
+    bool,
+    typer.Option("--no-current-reuse", help="Gather pages also for chunks without history.", rich_help_panel=GROUP),
+]
+PageSize = Annotated[int, typer.Option(help="Tokens of a page.", rich_help_panel=GROUP)]
+ChunkSize = Annotated[int, typer.Option(help="Tokens of a prefill batch at most.", rich_help_panel=GROUP)]
+NumPages = Annotated[
+    int | None,
+    typer.Option(
+        help="Logical pages, the reserved ones included, a multiple of --cp-size (default: enough).",
+        rich_help_panel=GROUP,
+    ),
+]
+Transfer = Annotated[
+    Literal["mooncake", "inprocess"],
+    typer.Option(help="mooncake: processes and TCP; inprocess: threads of one process.", rich_help_panel=GROUP),
+]
+PromptTokens = Annotated[int, typer.Option(help="Tokens of the longest prompt.", rich_help_panel=REQUESTS)]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(help="Text to prefill instead of a made prompt.", metavar="FILE", rich_help_panel=REQUESTS),
+]
+Requests = Annotated[int, typer.Option(help="Requests, of different lengths.", rich_help_panel=REQUESTS)]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to decode per request.", rich_help_panel=REQUESTS)]
+Seed = Annotated[int, typer.Option(help="Of weights, prompts and page order.", rich_help_panel=REQUESTS)]
+Dump = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write prompts, checkpoint, logits and decode pool there.", metavar="FOLDER", rich_help_panel=OUTPUT
+    ),
+]
+JsonOutput = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.", rich_help_panel=OUTPUT)
+]

@@ -1,0 +1,191 @@
+"""The command and its processes as tests see them: in this process, or beside it and watched through /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+WORKER = "cpkv.engine.worker_main"
+PATIENCE_S = 50.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds; fail with `what` when it never does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.005)
+
+
+def worker_pids(parent: int) -> dict[str, int]:
+    """Worker name -> process id of the workers that `parent` started, whether or not it still runs."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1]) != parent:
+                continue
+            words = entry.joinpath("cmdline").read_bytes().decode().split("\0")
+            if WORKER in words:
+                found[words[words.index("--name") + 1]] = int(entry.name)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Demo:
+    """`cpkv demo` in a process of its own, with a temporary folder of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from cpkv.cli.main import run; run()", "demo", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(folder)},
+            text=True,
+        )
+        self.workers: dict[str, int] = {}
+        self._lines: dict[str, list[str]] = {"out": [], "err": []}
+        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("out", "err")]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str) -> None:
+        stream = self.process.stdout if name == "out" else self.process.stderr
+        assert stream is not None
+        with stream:
+            for line in stream:
+                self._lines[name].append(line)
+
+    @property
+    def err(self) -> str:
+        """What it has printed on stderr so far."""
+        return "".join(self._lines["err"])
+
+    def wait_for(self, progress: str) -> None:
+        """Wait for a line on stderr that contains `progress`."""
+        eventually(
+            lambda: progress in self.err or self.process.poll() is not None, f"{progress!r}; so far:\n{self.err}"
+        )
+        assert progress in self.err, f"the demo ended before {progress!r}:\n{self.err}"
+
+    def wait_for_worker(self, name: str) -> int:
+        """Wait until it has started a worker, note all of them, and return the process id of that one."""
+
+        def started() -> bool:
+            self.workers |= worker_pids(self.process.pid)
+            return name in self.workers or self.process.poll() is not None
+
+        eventually(started, f"a worker called {name}; so far:\n{self.err}")
+        assert name in self.workers, f"the demo ended without a {name}:\n{self.err}"
+        return self.workers[name]
+
+    def end(self, timeout_s: float = PATIENCE_S) -> Ended:
+        """Wait for the end; fail when a worker of it is left."""
+        started = time.monotonic()
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the demo still runs after {timeout_s:.0f} s; so far:\n{self.err}")
+        for reader in self._readers:
+            reader.join()
+        return Ended(status, "".join(self._lines["out"]), self.err, time.monotonic() - started)
+
+    def leftovers(self) -> list[str]:
+        """Workers that still run and files that were left in its temporary folder."""
+        running = [name for name, pid in self.workers.items() if is_running(pid)]
+        return running + [str(path) for path in self.folder.iterdir()]
+
+    def kill(self) -> None:
+        """End it and its workers, whatever state they are in."""
+        for pid in [*worker_pids(self.process.pid).values(), *self.workers.values()]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
+    """Starts the demo in a process: `demo("--json", ...)`."""
+    started: list[Demo] = []
+
+    def start(*arguments: str) -> Demo:
+        started.append(Demo(tmp_path / f"tmp{len(started)}", *arguments))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.kill()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary folders go; in the end none is left, and no worker, process or thread, either."""
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert not list(folder.iterdir()), "a temporary folder was left behind"
+    assert not worker_pids(os.getpid()), "a worker process was left behind"
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("prefill rank", "decode"))]
+    assert not left, f"threads were left behind: {left}"
+
+
+@pytest.fixture
+def cpkv(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workspace: Path
+) -> Iterator[Callable[..., Ended]]:
+    """The command in this process: `cpkv("demo", "--json")`."""
+    from cpkv.cli.main import run
+
+    handler, level = signal.getsignal(signal.SIGTERM), logging.getLogger().level
+
+    def call(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["cpkv", *arguments])
+        capsys.readouterr()
+        started, status = time.monotonic(), 0
+        try:
+            run()
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        seconds = time.monotonic() - started
+        printed = capsys.readouterr()
+        return Ended(status, printed.out, printed.err, seconds)
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+    logging.getLogger().setLevel(level)
