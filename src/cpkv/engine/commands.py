@@ -94,10 +94,20 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True):
     trace: Trace | None = None
 
 
+class CountersAre(msgspec.Struct, frozen=True, tag=True):
+    """View counters of a rank, of one batch or of all; see `ViewCounters`."""
+
+    batches: dict[str, int]
+    moved_bytes: int
+    history_bytes: int
+    scratch_bytes: int
+
+
 class BatchDone(msgspec.Struct, frozen=True, tag=True):
     """Logits (raw bytes in the compute dtype) of last prompt tokens that this rank computed."""
 
     last_logits: dict[str, bytes]
+    cost: CountersAre
     seconds: float
 
 
@@ -135,15 +145,6 @@ class PoisonPages(msgspec.Struct, frozen=True, tag=True):
 
 class ReadCounters(msgspec.Struct, frozen=True, tag=True):
     """Ask for the view counters since the pool was opened."""
-
-
-class CountersAre(msgspec.Struct, frozen=True, tag=True):
-    """The view counters of a rank."""
-
-    batches: dict[str, int]
-    moved_bytes: int
-    history_bytes: int
-    scratch_bytes: int
 
 
 class StopWorker(msgspec.Struct, frozen=True, tag=True):

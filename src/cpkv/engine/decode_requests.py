@@ -168,7 +168,7 @@ class DecodeRequests:
         )
         plan = BatchPlan.build(BatchSpec(self._steps, segments, "interleave", "replicated"), self._placement, 1)
         trace = BatchTrace(want_choices=True) if message.trace_file else None
-        logits = self._forward.run(plan, trace)
+        logits = self._forward.run(plan, trace).last_logits
         self._steps += 1
         if trace is not None and message.trace_file:
             choices = {f"choices.{layer}": chosen.to(torch.int32) for layer, chosen in trace.choices.items()}

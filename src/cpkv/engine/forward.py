@@ -6,6 +6,7 @@ per layer   project own tokens -> convert to stored rows -> all-gather -> write 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,18 @@ class BatchTrace:
     choices: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+class BatchResult(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        last_logits: request -> logits [vocab_size] of its last prompt token, where this rank computed it.
+        cost: what the view of this batch cost this rank.
+    """
+
+    last_logits: dict[str, torch.Tensor]
+    cost: ViewCounters
+
+
 class ForwardPass:
     """What a rank needs for a batch, tied together; it owns none of it.
 
@@ -46,7 +59,7 @@ class ForwardPass:
         model: the model.
         pool: this rank's pages.
         comm: this rank's end of the group.
-        counters: where views count.
+        counters: where the costs of all batches add up.
         diagnostics: checks of every batch, when they are on.
     """
 
@@ -73,15 +86,12 @@ class ForwardPass:
         )
 
     @torch.inference_mode()
-    def run(self, plan: BatchPlan, trace: BatchTrace | None = None) -> dict[str, torch.Tensor]:
+    def run(self, plan: BatchPlan, trace: BatchTrace | None = None) -> BatchResult:
         """Run a batch.
 
         Args:
             plan: the same on every rank.
             trace: filled when given.
-
-        Returns:
-            Logits [vocab_size] of the last prompt token, for the requests whose last token this rank computed.
 
         Raises:
             NumericsError: a score or a wanted logit is NaN.
@@ -91,7 +101,8 @@ class ForwardPass:
         hidden = self.model.embed(torch.from_numpy(local.token_ids))
         rotation = self.model.rotation(positions)
         writes = plan.page_writes(self.comm.rank if plan.placement.cp_size > 1 else 0)
-        view = open_view(plan, self.pool, self.comm, self.counters)
+        cost = ViewCounters()
+        view = open_view(plan, self.pool, self.comm, cost)
         choices: list[Choice] = []
         if self._diagnostics is not None:
             self._diagnostics.before_batch(plan)
@@ -112,7 +123,8 @@ class ForwardPass:
             self._diagnostics.after_batch(plan)
         if trace is not None and trace.want_logits:
             trace.logits = self.model.logits(hidden)
-        return self._last_logits(plan, local, hidden)
+        self.counters.add(cost)
+        return BatchResult(self._last_logits(plan, local, hidden), cost)
 
     def _gather_current(self, plan: BatchPlan, layer: int, projected: LayerProjections) -> CurrentRows:
         """Convert this rank's rows once, gather everyone's, put them in token order."""

@@ -15,7 +15,7 @@ import torch
 
 from cpkv.cache.allocator import PageAllocator
 from cpkv.engine.cluster import Cluster
-from cpkv.engine.commands import DrainTransfers, PagesReport, PoisonPages, RunBatch, SendPages, Trace
+from cpkv.engine.commands import BatchDone, DrainTransfers, PagesReport, PoisonPages, RunBatch, SendPages, Trace
 from cpkv.engine.request import Request, check_request
 from cpkv.engine.sampling import sample_token
 from cpkv.engine.tensors import bytes_tensor
@@ -45,6 +45,29 @@ class Admitted:
         return len(self.request.token_ids)
 
 
+@dataclass(frozen=True)
+class BatchReport:
+    """What one batch cost.
+
+    Attributes:
+        view: which view it used.
+        reason: why that one.
+        tokens: computed, over all requests.
+        moved_bytes: that page gathers brought to the rank that got most.
+        scratch_bytes: that the rank which held most held beside its pool.
+        seconds: of the slowest rank.
+        slowest_rank: which one that was.
+    """
+
+    view: str
+    reason: str
+    tokens: int
+    moved_bytes: int
+    scratch_bytes: int
+    seconds: float
+    slowest_rank: int
+
+
 @dataclass
 class PrefillReport:
     """What a prefill run did.
@@ -55,7 +78,7 @@ class PrefillReport:
         failures: request -> why its transfer failed; other requests went on.
         sent_pages: pages sent by rank.
         sent_bytes: bytes sent by rank.
-        views: (view, reason) of each batch, in order.
+        batches: what each batch cost, in order.
         compute_seconds: spent in batches.
         transfer_seconds: spent in transfers.
     """
@@ -65,7 +88,7 @@ class PrefillReport:
     failures: dict[str, CpkvError] = field(default_factory=dict)
     sent_pages: list[int] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
-    views: list[tuple[str, str]] = field(default_factory=list)
+    batches: list[BatchReport] = field(default_factory=list)
     compute_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
@@ -150,12 +173,10 @@ class PrefillScheduler:
             for piece in pieces
         )
         view, reason = choose_view(segments, shared=self._shared, current_reuse=settings.current_reuse)
-        if not report.views or report.views[-1] != (view, reason):
-            LOG.info("view %s: %s", view, reason)
-        report.views.append((view, reason))
         spec = BatchSpec(self._batches, segments, settings.cp_strategy, view)
         replies = self._cluster.call_ranks(RunBatch(spec, self._trace))
         self._batches += 1
+        self._note_batch(spec, reason, list(replies.values()), report)
         dtype = compute_dtype_of(torch_dtype(settings.dtype))
         last_logits = {
             request_id: bytes_tensor(raw, dtype)
@@ -167,6 +188,30 @@ class PrefillScheduler:
             entry.done_tokens = piece.end
             if piece.end == entry.total_tokens:
                 entry.last_logits = last_logits[entry.request.request_id]
+
+    def _note_batch(self, spec: BatchSpec, reason: str, replies: list[BatchDone], report: PrefillReport) -> None:
+        batch = BatchReport(
+            view=spec.view,
+            reason=reason,
+            tokens=sum(segment.length for segment in spec.segments),
+            moved_bytes=max(reply.cost.moved_bytes for reply in replies),
+            scratch_bytes=max(reply.cost.scratch_bytes for reply in replies),
+            seconds=max(reply.seconds for reply in replies),
+            slowest_rank=max(range(len(replies)), key=lambda rank: replies[rank].seconds),
+        )
+        report.batches.append(batch)
+        LOG.info(
+            "batch %d: %d tokens of %d requests, view %s (%s), %d bytes moved and %d held per rank, %.3f s on rank %d",
+            spec.batch_number,
+            batch.tokens,
+            len(spec.segments),
+            batch.view,
+            batch.reason,
+            batch.moved_bytes,
+            batch.scratch_bytes,
+            batch.seconds,
+            batch.slowest_rank,
+        )
 
     def _hand_over(self, entry: Admitted, report: PrefillReport) -> None:
         """Sample the first token, send the pages, free them."""

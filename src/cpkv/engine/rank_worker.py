@@ -150,11 +150,11 @@ class RankWorker:
         trace = None
         if command.trace is not None:
             trace = BatchTrace(command.trace.want_logits, command.trace.want_choices)
-        last_logits = self._open(self._forward).run(plan, trace)
+        result = self._open(self._forward).run(plan, trace)
         if trace is not None and command.trace is not None:
             self._write_trace(plan, trace, command.trace)
-        logits = {request_id: tensor_bytes(values) for request_id, values in last_logits.items()}
-        return BatchDone(logits, time.perf_counter() - started)
+        logits = {request_id: tensor_bytes(values) for request_id, values in result.last_logits.items()}
+        return BatchDone(logits, _as_message(result.cost), time.perf_counter() - started)
 
     def _write_trace(self, plan: BatchPlan, trace: BatchTrace, request: Trace) -> None:
         local = plan.local_tokens(self._rank)
@@ -193,8 +193,7 @@ class RankWorker:
         return Done()
 
     def _read_counters(self, command: ReadCounters) -> CountersAre:
-        counters = self._counters
-        return CountersAre(counters.batches, counters.moved_bytes, counters.history_bytes, counters.scratch_bytes)
+        return _as_message(self._counters)
 
     def _open(self, part: Part | None) -> Part:
         if part is None:
@@ -208,3 +207,7 @@ class RankWorker:
         if self._backend is not None:
             self._backend.close()
         self._comm.close()
+
+
+def _as_message(counters: ViewCounters) -> CountersAre:
+    return CountersAre(counters.batches, counters.moved_bytes, counters.history_bytes, counters.scratch_bytes)

@@ -121,7 +121,7 @@ class ThreadedRanks:
         """Run one batch on all ranks; traces by rank, and the last logits of whichever rank has them."""
         plan = BatchPlan.build(spec, self.placement, self.cp_size)
         traces = [BatchTrace(want_logits=True, want_choices=True) for _ in range(self.cp_size)]
-        last = run_on_ranks(self.group, lambda rank: self._passes[rank].run(plan, traces[rank]))
+        last = run_on_ranks(self.group, lambda rank: self._passes[rank].run(plan, traces[rank]).last_logits)
         return plan, traces, {name: values for by_rank in last for name, values in by_rank.items()}
 
     def prefill(

@@ -62,6 +62,14 @@ class ViewCounters:
         """Note how much one layer holds."""
         self.scratch_bytes = max(self.scratch_bytes, num_bytes)
 
+    def add(self, other: ViewCounters) -> None:
+        """Count what others cost too."""
+        for view, batches in other.batches.items():
+            self.batches[view] = self.batches.get(view, 0) + batches
+        self.moved_bytes += other.moved_bytes
+        self.history_bytes += other.history_bytes
+        self.scratch_bytes = max(self.scratch_bytes, other.scratch_bytes)
+
 
 class LayerRows(abc.ABC):
     """The rows of one layer, as attention reads them."""
