@@ -231,7 +231,10 @@ FLOAT64 = ("--dtype", "float64", "--cp-size", "3", "--chunk-size", "90", "--requ
 
 
 def test_a_dump_can_be_computed_again(small: Run, tmp_path: Path) -> None:
-    report = small(*FLOAT64, "--model-family", "glm52", "--dump", str(tmp_path / "dump"))
+    # Index slots that differ from the numbers of their layers.
+    types = ("full", "shared", "full", "shared")
+    folder = write_hot_checkpoint(tmp_path / "given", "glm52", indexer_types=types)
+    report = small(*FLOAT64, "--model", str(folder), "--dump", str(tmp_path / "dump"))
     assert report["max_logit_diff_reference"] <= 1e-9
     dump = Dump(tmp_path / "dump")
     model = ReferenceModel(dump.checkpoint)

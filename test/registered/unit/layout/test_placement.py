@@ -68,7 +68,10 @@ def test_every_loc_has_the_place_that_dealing_gives_it(page_size: int, cp_size: 
     for loc, place in locs.items():
         page = placement.page_of_loc(loc)
         got = Place(
-            placement.owner_of_loc(loc), placement.local_page(page), placement.offset_of_loc(loc), placement.local_row(loc)
+            placement.owner_of_loc(loc),
+            placement.local_page(page),
+            placement.offset_of_loc(loc),
+            placement.local_row(loc),
         )
         assert got == place, f"loc {loc}"
         assert placement.loc(place.owner, place.local_row) == loc
