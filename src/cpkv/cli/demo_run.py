@@ -15,12 +15,17 @@ from cpkv.cli.demo_inputs import DemoInputs, demo_inputs
 from cpkv.cli.demo_options import DemoOptions
 from cpkv.cli.demo_reference import Reference, compare_with_reference
 from cpkv.cli.demo_report import DemoReport
+from cpkv.config.settings import EngineSettings
 from cpkv.engine.cluster import Cluster
 from cpkv.engine.commands import Trace
 from cpkv.engine.generation import GenerationResult, generate
+from cpkv.engine.request import check_request
 from cpkv.engine.trace_files import read_trace
 from cpkv.errors import ConfigError
 from cpkv.layout.placement import PagePlacement
+from cpkv.layout.pool_geometry import local_pages
+from cpkv.model.checkpoint import read_config
+from cpkv.model.shape import ModelShape
 
 Progress = Callable[[str], None]
 
@@ -44,6 +49,7 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
     inputs = demo_inputs(options, workspace)
     num_pages = enough_pages(options, inputs) if options.num_pages is None else options.num_pages
     settings = options.settings(num_pages)
+    _check_inputs(settings, inputs)
     traced = Trace(
         folder=str(_new_folder(workspace / "trace")),
         want_logits=dump is not None,
@@ -84,6 +90,14 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
         start_seconds=start_seconds,
         total_seconds=time.perf_counter() - started,
     )
+
+
+def _check_inputs(settings: EngineSettings, inputs: DemoInputs) -> None:
+    """Refuse what cannot be served before any worker is started."""
+    local_pages(settings.num_pages, PagePlacement(settings.page_size, settings.cp_size))
+    shape = ModelShape.from_config(read_config(inputs.checkpoint), settings.latent_norm_eps)
+    for request in inputs.requests:
+        check_request(request, shape, settings)
 
 
 def _reference(

@@ -38,9 +38,7 @@ def _root(
 
 def make_app() -> typer.Typer:
     """The command tree."""
-    app = typer.Typer(
-        name="cpkv", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+    app = typer.Typer(name="cpkv", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     app.command()(demo)
     return app

@@ -6,6 +6,7 @@ inprocess   4 rank threads + 1 decode thread, pages copied
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from typing import Any, Self, TypeVar
 import torch
 
 from cpkv.comm.threads import ThreadGroup
-from cpkv.config.settings import EngineSettings, check_settings
+from cpkv.config.debug import DEBUG_VARIABLE
+from cpkv.config.settings import EngineSettings, check_decode_cp_size, check_settings
 from cpkv.engine.commands import (
     ClosePool,
     Command,
@@ -42,11 +44,12 @@ from cpkv.model.checkpoint import prepare_weights, read_config
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
 from cpkv.protocol.messages import SenderDescription
-from cpkv.transfer.channel import Channel
+from cpkv.transfer.channel import Channel, listen
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.inprocess import InProcessBackend, InProcessFabric
 from cpkv.transfer.mooncake import MooncakeBackend
 
+LOG = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 SCHEDULER_RANK = -1
 
@@ -82,6 +85,11 @@ class Cluster:
         self.settings = settings
         self.shared_placement = PagePlacement(settings.page_size, settings.cp_size)
         local_pages(settings.num_pages, self.shared_placement)
+        check_decode_cp_size(decode_cp_size)
+        if decode_port:
+            listen(settings.host, decode_port).close()
+        if settings.debug:
+            LOG.warning("%s is on: synchronising diagnostics make every batch slow", DEBUG_VARIABLE)
         self.workers = WorkerSet()
         self._workspace = tempfile.TemporaryDirectory(prefix="cpkv-")
         self.workspace = Path(self._workspace.name)

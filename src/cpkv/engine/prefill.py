@@ -111,11 +111,6 @@ class PrefillScheduler:
         self._batches = 0
         self._attempts = 0
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Prompt tokens that the whole pool holds."""
-        return self.allocator.capacity_pages * self._placement.page_size
-
     def run(self, requests: Sequence[Request]) -> PrefillReport:
         """Prefill requests and hand each to the decode worker, in order of arrival.
 
@@ -127,7 +122,7 @@ class PrefillScheduler:
             CpkvError: the first cause that a rank reported.
         """
         for request in requests:
-            check_request(request, self._cluster.shape, self.capacity_tokens)
+            check_request(request, self._cluster.shape, self._cluster.settings)
         if len({request.request_id for request in requests}) != len(requests):
             raise PromptError("two requests have one id; give each its own")
         ranks = len(self._cluster.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cpkv.config.settings import EngineSettings
 from cpkv.errors import PromptError
 from cpkv.model.shape import ModelShape
 from cpkv.protocol.messages import Sampling
@@ -26,13 +27,13 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
 
 
-def check_request(request: Request, shape: ModelShape, capacity_tokens: int) -> None:
+def check_request(request: Request, shape: ModelShape, settings: EngineSettings) -> None:
     """Refuse a request that cannot be served.
 
     Args:
         request: the request.
         shape: the model.
-        capacity_tokens: tokens that the whole prefill pool holds.
+        settings: of the prefill group; both kinds of pool hold the same tokens.
 
     Raises:
         PromptError: an empty prompt, one that is too long, a token that the model does not have.
@@ -54,8 +55,11 @@ def check_request(request: Request, shape: ModelShape, capacity_tokens: int) -> 
             f"request {name} has {tokens} + {request.max_new_tokens} tokens, and the model knows "
             f"{shape.max_positions} positions; shorten the prompt to {shape.max_positions - request.max_new_tokens}"
         )
-    if tokens > capacity_tokens:
+    cp_size, page_size = settings.cp_size, settings.page_size
+    needed, held = -(-tokens // page_size), settings.num_pages - cp_size
+    if needed > held:
         raise PromptError(
-            f"request {name} has {tokens} tokens and the prefill pool holds {capacity_tokens}; "
-            "raise --num-pages, or shorten the prompt"
+            f"request {name} has {tokens} tokens and needs {needed} pages, and the prefill pool holds {held} "
+            f"({settings.num_pages} less {cp_size} reserved); raise --num-pages to "
+            f"{-(-(needed + cp_size) // cp_size) * cp_size}, or shorten the prompt to {held * page_size} tokens"
         )

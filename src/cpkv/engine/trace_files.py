@@ -44,7 +44,7 @@ def read_trace(folder: Path, request_id: str, prompt_tokens: int) -> RequestTrac
                 continue
             own = file.get_tensor("segments") == requests.index(request_id)
             positions = file.get_tensor("positions")[own].tolist()
-            for name in file.keys() - {"positions", "segments"}:
+            for name in set(file.keys()) - {"positions", "segments"}:
                 for position, row in zip(positions, file.get_tensor(name)[own], strict=True):
                     if rows.setdefault(name, {}).setdefault(position, row) is not row:
                         raise PlanError(f"request {request_id}: position {position} was computed twice")

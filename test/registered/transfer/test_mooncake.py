@@ -22,7 +22,7 @@ from cpkv.transfer import mooncake
 from cpkv.transfer.backend import Peer, Region, Run, TransferStatus
 from cpkv.transfer.mooncake import MooncakeBackend, prepare_environment
 
-register_cpu_ci(est_time=25, suite="transfer")
+register_cpu_ci(est_time=12, suite="transfer")
 
 PEER_PROGRAM = """
 import hashlib, sys

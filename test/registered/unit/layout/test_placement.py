@@ -95,7 +95,7 @@ def test_arrays_are_translated_like_ints(page_size: int, cp_size: int, dtype: ty
 
 @given(PLACEMENTS, st.lists(st.integers(0, 2**45), min_size=1, max_size=40))
 def test_loc_to_owner_and_row_and_back_is_a_bijection(placement: PagePlacement, locs: list[int]) -> None:
-    places = {}
+    places: dict[tuple[int, int], int] = {}
     for loc in locs:
         owner, row = placement.owner_of_loc(loc), placement.local_row(loc)
         assert 0 <= owner < placement.cp_size and row >= 0
@@ -143,7 +143,7 @@ def test_the_last_page_of_the_widened_range_is_inside_every_local_pool(page_size
     """Kind 4: N * P logical pages fill P local pages of each rank, exactly."""
     placement = PagePlacement(page_size, cp_size)
     local_pages = 7
-    rows = {owner: set() for owner in range(cp_size)}
+    rows: dict[int, set[int]] = {owner: set() for owner in range(cp_size)}
     for loc in range(local_pages * cp_size * page_size):
         rows[placement.owner_of_loc(loc)].add(placement.local_row(loc))
     for owner, used in rows.items():

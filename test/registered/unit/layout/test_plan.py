@@ -284,8 +284,8 @@ def changed_specs(spec: BatchSpec) -> Iterator[tuple[str, BatchSpec]]:
         yield name, msgspec.structs.replace(spec, **{name: value})
     other = {"request_id": "x", "start": 9, "token_ids": (7, 8, 9), "pages": (44,), "is_last": False}
     assert set(other) == set(Segment.__struct_fields__) and len(BatchSpec.__struct_fields__) == 4
-    for name, value in other.items():
-        segment = msgspec.structs.replace(spec.segments[1], **{name: value})
+    for name, changed in other.items():
+        segment = msgspec.structs.replace(spec.segments[1], **{name: changed})
         yield f"segment.{name}", msgspec.structs.replace(spec, segments=(spec.segments[0], segment))
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpkv.config.names import SplitStrategy
 from cpkv.errors import PlanError
-from cpkv.layout.split import SplitStrategy, TokenSplit, split_tokens
+from cpkv.layout.split import TokenSplit, split_tokens
 from cpkv.testing.registration import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="unit")
