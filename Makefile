@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu lint clean
+.PHONY: help setup demo test test-full test-gpu lint planted mutants clean
 
 EXTRAS ?= engine,mooncake,dev
 # Where nothing can be installed: make test-gpu PY=python3
@@ -33,6 +33,12 @@ test-gpu: setup  ## The tests registered for CUDA
 
 lint: setup  ## Style, types, import directions, dead code, dependencies, lengths
 	@tools/lint.sh .venv/bin
+
+planted: setup  ## Plant the faults that this field has shipped, one at a time; each must be caught by name
+	@$(PY) test/run_faults.py planted $(ARGS)
+
+mutants: setup  ## Seeded faults of layout, cache and transfer protocol; at least 90% must be caught
+	@$(PY) test/run_faults.py mutants $(ARGS)
 
 clean:  ## Remove .venv, caches and build output
 	rm -rf .venv .venv.lock build dist out src/*.egg-info

@@ -54,12 +54,18 @@ def worker_pids(parent: int) -> dict[str, int]:
     return found
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def processes_of(folder: Path) -> list[str]:
+    """Processes, whoever started them, that inherited `folder` as the place of temporary files."""
+    mark = f"TMPDIR={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # That of a zombie is empty.
+                if mark in entry.joinpath("environ").read_bytes().split(b"\0"):
+                    words = entry.joinpath("cmdline").read_bytes().replace(b"\0", b" ")
+                    found.append(f"{entry.name} {words.decode()}")
+    return found
 
 
 def own_entries(folder: Path) -> list[str]:
@@ -70,11 +76,12 @@ def own_entries(folder: Path) -> list[str]:
 class Demo:
     """`cpkv demo` in a process of its own, with a temporary folder of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, verbose: bool) -> None:
         self.folder = folder
         folder.mkdir()
+        words = ["--verbose"] * verbose + ["demo", *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from cpkv.cli.main import run; run()", "demo", *arguments],
+            [sys.executable, "-c", "from cpkv.cli.main import run; run()", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -118,7 +125,7 @@ class Demo:
         return self.workers[name]
 
     def end(self, timeout_s: float = PATIENCE_S) -> Ended:
-        """Wait for the end; fail when a worker of it is left."""
+        """Wait for the end; `seconds` is how long that took."""
         started = time.monotonic()
         try:
             status = self.process.wait(timeout_s)
@@ -129,18 +136,17 @@ class Demo:
         return Ended(status, "".join(self._lines["out"]), self.err, time.monotonic() - started)
 
     def leftovers(self) -> list[str]:
-        """Workers that still run and files that were left in its temporary folder."""
-        running = [name for name, pid in self.workers.items() if is_running(pid)]
-        return running + own_entries(self.folder)
+        """Processes that still run, and what was left in its temporary folder."""
+        return processes_of(self.folder) + own_entries(self.folder)
 
     def kill(self) -> None:
         """End it and its workers, whatever state they are in."""
-        for pid in [*worker_pids(self.process.pid).values(), *self.workers.values()]:
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        for process in processes_of(self.folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process.split()[0]), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -148,8 +154,8 @@ def demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     """Starts the demo in a process: `demo("--json", ...)`."""
     started: list[Demo] = []
 
-    def start(*arguments: str) -> Demo:
-        started.append(Demo(tmp_path / f"tmp{len(started)}", *arguments))
+    def start(*arguments: str, verbose: bool = False) -> Demo:
+        started.append(Demo(tmp_path / f"tmp{len(started)}", *arguments, verbose=verbose))
         return started[-1]
 
     yield start
@@ -163,10 +169,12 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder = tmp_path / "workspace"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = set(threading.enumerate())
     yield folder
     assert not own_entries(folder), "a temporary folder was left behind"
     assert not worker_pids(os.getpid()), "a worker process was left behind"
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("prefill rank", "decode"))]
+    new = (thread.name for thread in threading.enumerate() if thread not in before)
+    left = [name for name in new if name.startswith(("prefill rank", "decode"))]
     assert not left, f"threads were left behind: {left}"
 
 
@@ -194,3 +202,15 @@ def cpkv(
     yield call
     signal.signal(signal.SIGTERM, handler)
     logging.getLogger().setLevel(level)
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """Waits for a condition: `until(lambda: ..., "what is awaited", seconds)`."""
+    return eventually
+
+
+@pytest.fixture
+def processes() -> Callable[[Path], list[str]]:
+    """The processes of a demo, by its temporary folder."""
+    return processes_of

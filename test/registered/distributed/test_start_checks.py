@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster], free_p
     cluster = start()
     cluster.call_ranks(OpenPool(True, 8))
     started = time.monotonic()
-    with pytest.raises(TransferError, match=f"prefill rank . the decode worker at 127.0.0.1:{free_port} is not there"):
+    with pytest.raises(TransferError, match=f"prefill rank .: the decode worker at 127.0.0.1:{free_port} is not there"):
         cluster.call_ranks(ConnectDecode(free_port))
     assert time.monotonic() - started < SOON_S
     cluster.call_ranks(ConnectDecode(cluster.decode_port))
@@ -311,7 +312,9 @@ def test_strangers_cannot_disturb_it(served: tuple[int, PoolDescription]) -> Non
     for frame in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\xc1", b"\0\0\0\x09\x80\x04}q\0.xxx"):
         with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as stranger:
             stranger.sendall(frame)
-            assert stranger.recv(1) == b"", f"{frame!r} was not answered by closing"
+            # What it has not read yet makes it reset the connection.
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", f"{frame!r} was not answered by closing"
     early = connect("127.0.0.1", port, FromDecode, "the decode worker")
     early.send(ReleaseRequest("someone else's"))
     refusal = early.receive(SOON_S)

@@ -113,14 +113,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.pages_of(name) == tuple(pages)
 
 
-class TestAllocatorAgainstPlainSets(AllocatorMachine.TestCase):  # type: ignore[name-defined, misc]
+class TestAllocatorAgainstPlainSets(AllocatorMachine.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
 def test_page_i_of_a_request_is_of_owner_start_plus_i(cp_size: int) -> None:
     """Design: owners stay balanced while every class has pages, also over extensions and with others between."""
-    allocator = make(40 * cp_size, cp_size)
+    allocator = make(60 * cp_size, cp_size)
     for step in range(6):
         for name, count in (("a", 1), ("b", 2 * cp_size + 1), ("c", step + 1)):
             allocator.allocate(name, count)

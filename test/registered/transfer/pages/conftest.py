@@ -1,0 +1,291 @@
+"""A hand-over without a model: pools of prefill ranks, a decode worker behind a real port, and what they must hold.
+
+Ranks are plain objects, called one after the other. Rows are random bytes that depend on request, position and layer
+alone, so that each mode and each number of ranks must bring the same; whatever nobody wrote is 0xFF.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cpkv.cache.allocator import PageAllocator
+from cpkv.engine.decode_requests import DecodeRequests
+from cpkv.engine.decode_worker import DecodeServer
+from cpkv.layout.placement import PagePlacement
+from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
+from cpkv.layout.pool_geometry import PoolGeometry, index_slots, local_pages
+from cpkv.layout.row_format import RowFormat
+from cpkv.layout.transfer_map import PageMove, page_moves, sender_of_positions
+from cpkv.ops.reference.index_keys import unpack_index_keys
+from cpkv.pool.page_pool import PagePool
+from cpkv.protocol import messages as m
+from cpkv.testing.bits import assert_same_bits
+from cpkv.transfer.backend import TransferBackend
+from cpkv.transfer.channel import listen
+from cpkv.transfer.decode_link import DecodeLink
+from cpkv.transfer.inprocess import InProcessBackend, InProcessFabric
+from cpkv.transfer.page_sender import PageSender, SendReport
+from cpkv.transfer.runs import Region
+
+FORMATS = {
+    "float32": RowFormat("float32", 6, 2, "float32", 3),
+    "fp8": RowFormat("bfloat16", 5, 2, "fp8", 4),
+}
+
+
+def geometry_of(page_size: int, has_indexer: tuple[bool, ...], index_dtype: str) -> PoolGeometry:
+    return PoolGeometry(FORMATS[index_dtype], page_size, index_slots(has_indexer))
+
+
+GEOMETRY = geometry_of(4, (True, False, True), "fp8")
+
+
+def describe(geometry: PoolGeometry, transfer: str) -> m.PoolDescription:
+    row_format = geometry.row_format
+    return m.PoolDescription(
+        protocol_version=m.PROTOCOL_VERSION,
+        model="none",
+        num_layers=geometry.num_layers,
+        index_slots=geometry.slots,
+        page_size=geometry.page_size,
+        latent_row_bytes=row_format.latent_row_bytes,
+        index_row_bytes=row_format.index_row_bytes,
+        latent_dtype=row_format.latent_dtype,
+        index_dtype=row_format.index_dtype,
+        norm_eps=1e-5,
+        latent_norm_eps=1e-6,
+        transfer=transfer,
+    )
+
+
+class Decode:
+    """A decode worker that stores pages and decodes nothing. `log` holds every message that it has taken."""
+
+    def __init__(self, geometry: PoolGeometry, num_pages: int, backend: TransferBackend, seed: int) -> None:
+        self.placement = PagePlacement(geometry.page_size, 1)
+        self.allocator = PageAllocator(num_pages, self.placement, shuffle_seed=seed)
+        self.pool = PagePool(geometry, num_pages, poison=True)
+        self.backend = backend
+        for span in self.pool.regions():
+            backend.register(Region(*span))
+        requests = DecodeRequests(SimpleNamespace(pool=self.pool), self.allocator, self.placement)  # type: ignore[arg-type]
+        self.log: list[Any] = []
+        handle = requests.handle
+        requests.handle = lambda message: (self.log.append(message), handle(message))[1]  # type: ignore[method-assign]
+        self._server = DecodeServer(
+            listen("127.0.0.1", 0),
+            requests,
+            m.Welcome(
+                describe(geometry, backend.name),
+                backend.session_id,
+                tuple(m.MemoryRegion(*span) for span in self.pool.regions()),
+            ),
+            threads=1,
+        )
+        self._server.start()
+        self.port = self._server.port
+
+    def content(self, pages: Sequence[int]) -> torch.Tensor:
+        """Everything that pages hold: uint8 [pages, page bytes]."""
+        chosen = list(pages)
+        return torch.cat([self.pool.latent[chosen].flatten(1), self.pool.index[chosen].flatten(1)], dim=1)
+
+    def check_rows(self, name: str, tokens: int, pages: Sequence[int]) -> None:
+        """Compare a request's rows, layer by layer and token by token, with what was written; tails stay 0xFF."""
+        geometry = self.pool.geometry
+        for layer, slot in enumerate(geometry.slots):
+            latent, index = rows_of(name, tokens, layer, geometry)
+            rows = self.pool.latent[list(pages), layer].flatten(0, 1)
+            assert_same_bits(rows[:tokens], latent, f"latent rows of {name}, layer {layer}")
+            assert bool((rows[tokens:] == 0xFF).all())
+            if slot >= 0:
+                arrived = unpack_index_keys(
+                    self.pool.index[:, slot],
+                    torch.tensor(pages),
+                    tokens=tokens,
+                    page_size=geometry.page_size,
+                    key_bytes=geometry.row_format.index_key_bytes,
+                )
+                assert_same_bits(arrived, index, f"index keys of {name}, layer {layer}")
+
+    def close(self) -> None:
+        self._server.close()
+        self.backend.close()
+
+
+class Prefill:
+    """Ranks with their pools, the scheduler's allocator, and their links to a decode worker."""
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        cp_size: int,
+        decode: Decode,
+        make_backend: Callable[[], TransferBackend],
+        *,
+        shared: bool = True,
+        num_pages: int = 32,
+        seed: int = 5,
+    ) -> None:
+        self.geometry, self.cp_size = geometry, cp_size
+        self.placement = PagePlacement(geometry.page_size, cp_size if shared else 1)
+        self.allocator = PageAllocator(num_pages * cp_size, self.placement, shuffle_seed=seed)
+        self.pools = [
+            PagePool(geometry, local_pages(num_pages * cp_size, self.placement), poison=True) for _ in range(cp_size)
+        ]
+        self.backends = [make_backend() for _ in range(cp_size)]
+        self.links = [self._connect(decode, rank) for rank in (-1, *range(cp_size))]
+        self.scheduler = self.links[0]
+        self.senders: list[PageSender] = []
+        self.reopen()
+        self.lengths: dict[str, int] = {}
+
+    def reopen(self) -> None:
+        """Take the pools back from the engines and register them anew."""
+        for sender in self.senders:
+            sender.close()
+        self.senders = [
+            PageSender(rank, self.backends[rank], self.pools[rank], self.links[rank + 1])
+            for rank in range(self.cp_size)
+        ]
+
+    def _connect(self, decode: Decode, rank: int) -> DecodeLink:
+        sender = m.SenderDescription(rank=rank, cp_size=self.cp_size, strategy="zigzag")
+        return DecodeLink("127.0.0.1", decode.port, describe(self.geometry, decode.backend.name), sender)
+
+    def write(self, name: str, tokens: int) -> None:
+        """Allocate a request's pages and let each owner store the rows of its own."""
+        self.lengths[name] = tokens
+        pages = self.allocator.allocate(name, self.placement.pages_for(tokens))
+        spec = BatchSpec(0, (Segment(name, 0, (0,) * tokens, pages, True),), "zigzag", "full")
+        plan = BatchPlan.build(spec, self.placement, self.cp_size)
+        for layer, slot in enumerate(self.geometry.slots):
+            latent, index = rows_of(name, tokens, layer, self.geometry)
+            for rank, pool in enumerate(self.pools):
+                writes = plan.page_writes(rank % self.placement.cp_size)
+                pool.write(layer, writes, latent, index if slot >= 0 else None)
+
+    def open(self, name: str, attempt: int = 1, new_tokens: int = 1) -> tuple[int, ...]:
+        """Announce a request; the decode worker's pages."""
+        senders = sender_of_positions(self.allocator.pages_of(name), self.placement, self.cp_size)
+        message = m.OpenTransfer(name, attempt, self.lengths[name], new_tokens, senders, m.Sampling())
+        return self.scheduler.ask(message, m.TransferOpened).pages
+
+    def moves(self, name: str, targets: tuple[int, ...], rank: int) -> tuple[PageMove, ...]:
+        return page_moves(self.allocator.pages_of(name), targets, self.placement, self.cp_size, rank)
+
+    def send(self, name: str, targets: tuple[int, ...], attempt: int = 1, timeout_s: float = 30.0) -> list[SendReport]:
+        """Let every rank send what it owns, one after the other."""
+        return [
+            sender.send(name, attempt, self.moves(name, targets, rank), timeout_s=timeout_s)
+            for rank, sender in enumerate(self.senders)
+        ]
+
+    def finish(self, name: str, attempt: int = 1) -> None:
+        self.scheduler.ask(m.FinishTransfer(name, attempt, first_token=1), m.TransferComplete)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        for backend in self.backends:
+            backend.close()
+
+
+def rows_of(name: str, tokens: int, layer: int, geometry: PoolGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stored rows of one layer of a request, never 0xFF: the same for every cp_size and in both modes."""
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {layer}".encode()))
+    widths = (geometry.row_format.latent_row_bytes, geometry.row_format.index_row_bytes)
+    latent, index = (torch.randint(0, 255, (tokens, width), generator=draw, dtype=torch.uint8) for width in widths)
+    return latent, index
+
+
+def hand_over_requests(
+    geometry: PoolGeometry,
+    cp_size: int,
+    lengths: list[int],
+    *,
+    shared: bool,
+    seed: int,
+    make_backend: Callable[[], TransferBackend] | None = None,
+) -> list[torch.Tensor]:
+    """Send requests of these lengths, check all that can be; return their pages as they lie at the decode worker."""
+    fabric = InProcessFabric()
+    make_backend = make_backend or (lambda: InProcessBackend(fabric))
+    pages_needed = 1 + sum(-(-(length + 1) // geometry.page_size) for length in lengths)
+    with (
+        closing(Decode(geometry, max(2, pages_needed), make_backend(), seed)) as decode,
+        closing(
+            Prefill(
+                geometry, cp_size, decode, make_backend, shared=shared, num_pages=1 + max(1, pages_needed), seed=seed
+            )
+        ) as prefill,
+    ):
+        held: dict[str, tuple[int, ...]] = {}
+        for number, length in enumerate(lengths):
+            prefill.write(f"request {number}", length)
+        # All are open before the first is sent, so that their pages lie among each other's.
+        for name in prefill.lengths:
+            held[name] = prefill.open(name)
+        for name, targets in held.items():
+            reports = prefill.send(name, targets)
+            prefill.finish(name)
+            check_senders(decode, prefill, name, reports)
+        for name, targets in held.items():
+            decode.check_rows(name, prefill.lengths[name], targets)
+        touched = [page for targets in held.values() for page in targets]
+        untouched = [page for page in range(decode.pool.local_pages) if page not in touched]
+        assert len(set(touched)) == len(touched)
+        assert bool((decode.content(untouched) == 0xFF).all()), "bytes landed where no request lies"
+        prefill.allocator.check()
+        decode.allocator.check()
+        return [decode.content(targets) for targets in held.values()]
+
+
+def check_senders(decode: Decode, prefill: Prefill, name: str, reports: list[SendReport]) -> None:
+    """Each position once, from its owner; and the bytes of one copy, not of cp_size."""
+    pages = prefill.allocator.pages_of(name)
+    sent = [message for message in decode.log if isinstance(message, m.PagesSent) and message.request_id == name]
+    positions = [position for message in sent for position in message.positions]
+    assert sorted(positions) == list(range(len(pages)))
+    if prefill.placement.cp_size > 1:
+        for message in sent:
+            assert {prefill.placement.owner(pages[position]) for position in message.positions} == {message.rank}
+    assert sum(report.pages for report in reports) == len(pages)
+    for report in reports:
+        assert report.num_bytes == report.pages * prefill.geometry.page_bytes
+
+
+@pytest.fixture
+def fabric() -> InProcessFabric:
+    return InProcessFabric()
+
+
+@pytest.fixture
+def decode(fabric: InProcessFabric) -> Iterator[Decode]:
+    with closing(Decode(GEOMETRY, 64, InProcessBackend(fabric), seed=11)) as worker:
+        yield worker
+
+
+@pytest.fixture
+def prefill(fabric: InProcessFabric, decode: Decode) -> Iterator[Prefill]:
+    with closing(Prefill(GEOMETRY, 3, decode, lambda: InProcessBackend(fabric))) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def hand_over() -> Callable[..., list[torch.Tensor]]:
+    """See `hand_over_requests`."""
+    return hand_over_requests
+
+
+@pytest.fixture(scope="session")
+def make_geometry() -> Callable[..., PoolGeometry]:
+    """See `geometry_of`."""
+    return geometry_of

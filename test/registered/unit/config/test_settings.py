@@ -1,0 +1,132 @@
+"""Settings: what is refused and in which words, what may be combined, and the debug variable."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import msgspec
+import pytest
+
+from cpkv.config.debug import DEBUG_VARIABLE, debug_requested
+from cpkv.config.settings import ROW_FORMATS, EngineSettings, check_decode_cp_size, check_settings
+from cpkv.errors import ConfigError
+from cpkv.testing.registration import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="unit")
+
+GOOD = EngineSettings(num_pages=64, enable_cp_shared_kv=True, cp_size=4)
+
+
+def check(**changes: object) -> None:
+    check_settings(msgspec.structs.replace(GOOD, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cp_size": 0}, "cp_size is 0; it must be from 1 to 8"),
+        ({"cp_size": 9}, "cp_size is 9; it must be from 1 to 8"),
+        ({"chunk_size": 0}, "chunk_size is 0; it must be from 1 to "),
+        ({"chunk_size": (1 << 20) + 1}, "chunk_size is 1048577; it must be from 1 to "),
+        ({"transfer_timeout_s": 0.5}, "transfer_timeout_s is 0.5; it must be from 1 to 3600"),
+        ({"transfer_timeout_s": 3601.0}, "transfer_timeout_s is 3601.0; it must be from 1 to 3600"),
+        ({"transfer_timeout_s": math.nan}, "transfer_timeout_s is nan; it must be from 1 to 3600"),
+        ({"cp_strategy": "zig"}, "cp_strategy is 'zig'; it must be one of zigzag, interleave"),
+        ({"transfer": "tcp"}, "transfer is 'tcp'; it must be one of mooncake, inprocess"),
+        (
+            {"page_size": 0},
+            "page_size is 0, which the mooncake back end does not take: one page is one write per pool; use 1 to 1024",
+        ),
+        (
+            {"page_size": 1025, "transfer": "inprocess"},
+            "page_size is 1025, which the inprocess back end does not take: one page is one write per pool; "
+            "use 1 to 1024",
+        ),
+        (
+            {"dtype": "bfloat16", "index_dtype": "float32"},
+            "rows of bfloat16 with index keys of float32 do not exist; choose dtype/index_dtype from float64/float64, "
+            "float32/float32, float32/fp8, bfloat16/bfloat16, bfloat16/fp8",
+        ),
+        (
+            {"cp_size": 1},
+            "--enable-cp-shared-kv was given with cp_size 1: one rank has nobody to share with; raise --cp-size to 2 "
+            "or more, or leave the flag out",
+        ),
+        (
+            {"enable_cp_shared_kv": False, "current_reuse": False},
+            "--no-current-reuse chooses between views of a shared pool, and the pool is replicated; give "
+            "--enable-cp-shared-kv too, or leave the option out",
+        ),
+    ],
+)
+def test_a_refusal_states_the_fact_the_cause_and_the_remedy(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(**changes)
+    assert str(refused.value).startswith(says)
+
+
+@pytest.mark.xfail(strict=True, reason="the limit is written with six digits, 1.04858e+06, which is another number")
+def test_the_largest_chunk_size_is_named_exactly() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(chunk_size=(1 << 20) + 1)
+    assert str(1 << 20) in str(refused.value).replace(",", "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"cp_size": 8},
+        {"cp_size": 2, "cp_strategy": "interleave", "transfer": "inprocess"},
+        {"chunk_size": 1, "page_size": 1},
+        {"chunk_size": 1 << 20, "page_size": 1024},
+        {"transfer_timeout_s": 1.0},
+        {"current_reuse": False},
+        {"enable_cp_shared_kv": False},
+        {"enable_cp_shared_kv": False, "cp_size": 1},
+    ],
+)
+def test_the_ends_of_every_range_are_accepted(changes: dict[str, object]) -> None:
+    check(**changes)
+
+
+def test_exactly_the_listed_row_formats_are_accepted() -> None:
+    latent, index = ("float64", "float32", "bfloat16", "float16"), ("float64", "float32", "bfloat16", "fp8", "int8")
+    accepted = set()
+    for rows, keys in itertools.product(latent, index):
+        try:
+            check(dtype=rows, index_dtype=keys)
+        except ConfigError:
+            continue
+        accepted.add((rows, keys))
+    assert accepted == set(ROW_FORMATS)
+    assert len(ROW_FORMATS) == 5
+
+
+def test_sharing_is_off_by_default_and_settings_cannot_change() -> None:
+    settings = EngineSettings(num_pages=64)
+    check_settings(settings)
+    assert not settings.enable_cp_shared_kv and not settings.debug
+    with pytest.raises(AttributeError):
+        settings.cp_size = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("cp_size", [0, 2, 8])
+def test_a_decode_worker_with_context_parallelism_is_refused(cp_size: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_decode_cp_size(cp_size)
+    assert str(refused.value) == (
+        f"the decode worker was given cp_size {cp_size}; it holds the full layout and takes only cp_size 1; "
+        "start one decode worker without CP"
+    )
+
+
+def test_a_decode_worker_without_context_parallelism_is_accepted() -> None:
+    check_decode_cp_size(1)
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_debugging_is_asked_for_by_one_variable(value: str | None, on: bool) -> None:
+    assert debug_requested({} if value is None else {DEBUG_VARIABLE: value, "CPKV_OTHER": "1"}) is on
+    assert DEBUG_VARIABLE == "CPKV_DEBUG_SHARED_KV"

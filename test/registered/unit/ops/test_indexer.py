@@ -1,0 +1,195 @@
+"""The indexer: scores against a naive loop in float64, the exact choice against Python's sort."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpkv.errors import NumericsError
+from cpkv.ops.reference.indexer import KEY_TILE, exact_topk, indexer_scores
+from cpkv.testing.bits import assert_same_bits
+from cpkv.testing.registration import register_cpu_ci
+
+register_cpu_ci(est_time=4, suite="unit")
+
+NEG_INF = float("-inf")
+NAN_BYTES = {torch.float32: 4, torch.float64: 8}
+
+
+def poison(dtype: torch.dtype) -> torch.Tensor:
+    """The NaN of a poisoned pool: every byte 0xFF, so with its sign set."""
+    return torch.full((NAN_BYTES[dtype],), 0xFF, dtype=torch.uint8).view(dtype)[0]
+
+
+def naive_topk(row: list[float], limit: int, k: int) -> list[int]:
+    """By the rule: score descending, then lowest position; Python knows that -0.0 == 0.0."""
+    best = sorted(range(limit), key=lambda pos: (-row[pos], pos))[:k]
+    width = min(k, len(row))
+    return sorted(best) + [-1] * (width - len(best))
+
+
+def check_topk(rows: list[list[float]], limits: list[int], k: int, dtype: torch.dtype) -> None:
+    scores = torch.tensor(rows, dtype=dtype)
+    hidden = torch.arange(scores.shape[1]) >= torch.tensor(limits).unsqueeze(1)
+    scores.masked_fill_(hidden, NEG_INF)
+    chosen = exact_topk(scores, torch.tensor(limits), k)
+    assert chosen.dtype == torch.int64
+    wanted = [naive_topk(row, limit, k) for row, limit in zip(scores.tolist(), limits, strict=True)]
+    assert chosen.tolist() == wanted
+
+
+TIED = st.sampled_from([-1.5, -0.0, 0.0, 0.0, 0.25, 1.0, 3.0, NEG_INF, math.inf])
+
+
+@st.composite
+def score_blocks(draw: st.DrawFn) -> tuple[list[list[float]], list[int], int]:
+    """Blocks of few values, so that ties at the boundary are the rule; rows of any limit, k on either side."""
+    tokens = draw(st.integers(1, 24))
+    queries = draw(st.integers(1, 5))
+    values = draw(st.sampled_from([TIED, st.sampled_from([0.0, -0.0]), st.floats(-4, 4, width=32)]))
+    rows = draw(st.lists(st.lists(values, min_size=tokens, max_size=tokens), min_size=queries, max_size=queries))
+    limits = draw(st.lists(st.integers(1, tokens), min_size=queries, max_size=queries))
+    return rows, limits, draw(st.integers(1, tokens + 3))
+
+
+@given(score_blocks(), st.sampled_from([torch.float32, torch.float64]))
+def test_the_choice_is_that_of_a_stable_sort(
+    block: tuple[list[list[float]], list[int], int], dtype: torch.dtype
+) -> None:
+    """Score descending, then lowest position; short rows end in -1; infinite scores are scores."""
+    check_topk(*block, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 500, 2048])
+def test_the_choice_in_long_rows_full_of_ties(k: int, dtype: torch.dtype) -> None:
+    """ReLU makes many scores exactly 0; a block mixes rows shorter than k, rows of ties and rows without."""
+    random_ = random.Random(k)
+    tokens = 2100
+    rows = [random_.choices([0.0, -0.0, 0.5, 1.0, -1.0], k=tokens) for _ in range(3)]
+    rows += [[random_.gauss(0, 1) for _ in range(tokens)] for _ in range(3)]
+    check_topk(rows, [tokens, 40, 1, tokens, 64, 1999], k, dtype)
+
+
+def test_positive_and_negative_zero_tie_and_the_lowest_positions_win() -> None:
+    check_topk([[-0.0, 0.0, -0.0, 0.0, -1.0, 0.0]], [6], 3, torch.float32)
+    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1.0, 0.0]])
+    assert exact_topk(scores, torch.tensor([6]), 3).tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e30, NEG_INF])
+def test_a_row_of_equal_scores_chooses_its_first_positions(value: float) -> None:
+    scores = torch.full((2, 50), value)
+    scores[1, 20:] = NEG_INF
+    assert exact_topk(scores, torch.tensor([50, 20]), 7).tolist() == [list(range(7))] * 2
+
+
+def test_a_row_shorter_than_k_is_filled_with_no_token() -> None:
+    """Kind 9: -1, never a position beyond the limit, whose score is -inf like that of a visible key may be."""
+    scores = torch.full((3, 8), NEG_INF)
+    scores[1, :3] = torch.tensor([1.0, NEG_INF, 2.0])
+    scores[2] = torch.arange(8.0)
+    chosen = exact_topk(scores, torch.tensor([1, 3, 8]), 5)
+    assert chosen.tolist() == [[0, -1, -1, -1, -1], [0, 1, 2, -1, -1], [3, 4, 5, 6, 7]]
+    assert exact_topk(scores[:1], torch.tensor([1]), 100).shape == (1, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("limit", [3, 5, 2000, 3000])
+def test_a_nan_score_anywhere_is_an_error(limit: int, dtype: torch.dtype) -> None:
+    """Also the NaN that a poisoned row gives, which has its sign set, and in a row shorter than k."""
+    for at in (0, limit // 2, limit - 1):
+        for nan in (torch.tensor(math.nan, dtype=dtype), poison(dtype)):
+            scores = torch.randn(3, 3000, dtype=dtype)
+            scores[1, limit:] = NEG_INF
+            scores[1, at] = nan
+            with pytest.raises(NumericsError, match="an indexer score is NaN, so no choice of keys is right"):
+                exact_topk(scores, torch.tensor([3000, limit, 3000]), 5)
+
+
+def naive_scores(
+    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, limits: list[int]
+) -> list[list[float]]:
+    """score(q, k) = sum over heads of w_h * relu(q_h . k), one product at a time."""
+    rows = []
+    for query, weight, limit in zip(queries.tolist(), weights.tolist(), limits, strict=True):
+        row = []
+        for pos, key in enumerate(keys.tolist()[: max(limits)]):
+            products = [sum(a * b for a, b in zip(head, key, strict=True)) for head in query]
+            score = sum(w * max(product, 0.0) for w, product in zip(weight, products, strict=True))
+            row.append(score if pos < limit else NEG_INF)
+        rows.append(row)
+    return rows
+
+
+def make_inputs(
+    tokens: int, *, queries: int = 3, heads: int = 2, dim: int = 5, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return values(queries, heads, dim), values(queries, heads), values(tokens, dim)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 2 * KEY_TILE + 1])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_scores_are_those_of_a_naive_loop_at_every_edge_of_a_tile(tokens: int, heads: int) -> None:
+    """Weights may be negative; what a query may not see is -inf."""
+    queries, weights, keys = make_inputs(tokens, heads=heads)
+    limits = [tokens, max(1, tokens // 2), 1]
+    scores = indexer_scores(queries, weights, keys, torch.tensor(limits))
+    naive = torch.tensor(naive_scores(queries, weights, keys, limits), dtype=torch.float64)
+    assert scores.shape == (3, max(limits))
+    torch.testing.assert_close(scores, naive, rtol=0, atol=1e-13)
+    assert bool((weights < 0).any())
+
+
+@pytest.mark.parametrize("width", [1, 7, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, KEY_TILE + 100])
+def test_keys_beyond_the_last_limit_change_no_bit(width: int) -> None:
+    """What nobody may see is NaN: behind the limit in the same tile, in the next one, or not there at all."""
+    queries, weights, keys = make_inputs(width)
+    limits = torch.tensor([width, max(1, width - 1), 1])
+    alone = indexer_scores(queries, weights, keys, limits)
+    for surplus in (1, KEY_TILE - 1, KEY_TILE + 3):
+        poisoned = torch.cat([keys, poison(torch.float64).expand(surplus, 5)])
+        scores = indexer_scores(queries, weights, poisoned, limits)
+        assert_same_bits(scores, alone, f"{surplus} NaN keys behind the limit")
+    assert not bool(alone.isnan().any())
+
+
+def test_a_nan_key_that_a_query_may_see_reaches_its_score_and_no_other() -> None:
+    """Kind 8: the poison of a row that should not be read is not hidden by the ReLU."""
+    queries, weights, keys = make_inputs(20)
+    keys[11] = poison(torch.float64)
+    scores = indexer_scores(queries, weights, keys, torch.tensor([20, 12, 11]))
+    assert scores.isnan().nonzero().tolist() == [[0, 11], [1, 11]]
+
+
+@pytest.mark.parametrize("dim", [5, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_do_not_depend_on_where_the_keys_lie(dim: int, dtype: torch.dtype) -> None:
+    """Views hand out slices of larger buffers: the same keys at any row of one give the same bits."""
+    queries, weights, keys = (part.to(dtype) for part in make_inputs(700, queries=9, heads=4, dim=dim))
+    limits = torch.arange(692, 701)
+    alone = indexer_scores(queries, weights, keys, limits)
+    for first in (1, 2, 3, 17):
+        buffer = poison(dtype).repeat(first + 700 + 5, dim)
+        buffer[first : first + 700] = keys
+        scores = indexer_scores(queries, weights, buffer[first : first + 700], limits)
+        assert_same_bits(scores, alone, f"keys at row {first} of a buffer")
+
+
+def test_a_query_scores_the_same_bits_for_any_history_behind_it() -> None:
+    """Tiles start at position 0 and have one shape, so a longer neighbour in the block moves no bit."""
+    queries, weights, keys = (part.to(torch.float32) for part in make_inputs(1500, queries=4, heads=4, dim=32))
+    short = indexer_scores(queries, weights, keys, torch.tensor([300, 300, 300, 300]))
+    long = indexer_scores(queries, weights, keys, torch.tensor([300, 300, 300, 1500]))
+    assert_same_bits(long[:3, :300].contiguous(), short[:3].contiguous(), "with a longer neighbour")
+    assert bool((long[:3, 300:] == NEG_INF).all())
