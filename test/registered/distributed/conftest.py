@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from cpkv.testing.leaks import child_processes, nothing_left_behind
+
 WORKER = "cpkv.engine.worker_main"
 PATIENCE_S = 50.0
 
@@ -40,18 +42,9 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATI
 
 
 def worker_pids(parent: int) -> dict[str, int]:
-    """Worker name -> process id of the workers that `parent` started, whether or not it still runs."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            if int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1]) != parent:
-                continue
-            words = entry.joinpath("cmdline").read_bytes().decode().split("\0")
-            if WORKER in words:
-                found[words[words.index("--name") + 1]] = int(entry.name)
-    return found
+    """Worker name -> process id of the workers that a process has started and that still run."""
+    lines = {pid: line for pid, line in child_processes(parent).items() if WORKER in line}
+    return {line.partition("--name ")[2].partition(" --")[0]: pid for pid, line in lines.items()}
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -169,13 +162,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder = tmp_path / "workspace"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    before = set(threading.enumerate())
-    yield folder
-    assert not own_entries(folder), "a temporary folder was left behind"
-    assert not worker_pids(os.getpid()), "a worker process was left behind"
-    new = (thread.name for thread in threading.enumerate() if thread not in before)
-    left = [name for name in new if name.startswith(("prefill rank", "decode"))]
-    assert not left, f"threads were left behind: {left}"
+    with nothing_left_behind():
+        yield folder
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ LONG_DECODE = ("--cp-size", "2", "--prompt-tokens", "400", "--max-new-tokens", "
     ("arguments", "moment", "victim", "doing"),
     [
         (LONG_PREFILL, "starting 2 prefill ranks", "prefill rank 1", "StartRank"),
-        (LONG_PREFILL, "view full: the batch has history", "prefill rank 1", "RunBatch"),
+        (LONG_PREFILL, "view full (the batch has history)", "prefill rank 1", "RunBatch"),
         (LONG_DECODE, "shared: decode", "decode worker", "DecodeStep"),
     ],
     ids=["start", "prefill", "decode"],

@@ -35,6 +35,7 @@ from cpkv.protocol.messages import (
     Welcome,
 )
 from cpkv.testing.checkpoints import write_hot_checkpoint
+from cpkv.testing.ports import closed_port, taken_port
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.channel import connect
 from cpkv.transfer.decode_link import DecodeLink
@@ -75,28 +76,25 @@ def start(workspace: Path, checkpoint: Path) -> Iterator[Callable[..., Cluster]]
         cluster.close()
 
 
-@pytest.fixture
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_port_in_use(start: Callable[..., Cluster]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         started = time.monotonic()
-        with pytest.raises(TransferError, match=f"decode worker: cannot listen on 127.0.0.1:{port}.*in use; give a free port"):
+        with pytest.raises(TransferError, match=f"cannot listen on 127.0.0.1:{port}: .*in use; give a free port"):
             start(decode_port=port)
         assert time.monotonic() - started < SOON_S
 
 
-def test_a_port_that_is_free_is_taken(start: Callable[..., Cluster], free_port: int) -> None:
-    cluster = start(decode_port=free_port)
-    assert cluster.decode_port == free_port
+def test_a_port_that_is_taken_while_workers_start(start: Callable[..., Cluster], monkeypatch: Any) -> None:
+    monkeypatch.setattr(cluster_module, "listen", lambda host, port: socket.socket())
+    with taken_port() as port:
+        with pytest.raises(TransferError, match=f"decode worker: cannot listen on 127.0.0.1:{port}"):
+            start(decode_port=port)
+
+
+def test_a_port_that_is_free_is_taken(start: Callable[..., Cluster]) -> None:
+    port = closed_port()
+    cluster = start(decode_port=port)
+    assert cluster.decode_port == port
     assert cluster.open_pool(True) > 0
 
 
@@ -105,20 +103,20 @@ def test_an_address_that_is_not_ours(start: Callable[..., Cluster]) -> None:
         start(host="203.0.113.7")
 
 
-def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster], free_port: int) -> None:
-    cluster = start()
+def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster]) -> None:
+    cluster, port = start(), closed_port()
     cluster.call_ranks(OpenPool(True, 8))
     started = time.monotonic()
-    with pytest.raises(TransferError, match=f"prefill rank .: the decode worker at 127.0.0.1:{free_port} is not there"):
-        cluster.call_ranks(ConnectDecode(free_port))
+    with pytest.raises(TransferError, match=f"prefill rank .: the decode worker at 127.0.0.1:{port} is not there"):
+        cluster.call_ranks(ConnectDecode(port))
     assert time.monotonic() - started < SOON_S
     cluster.call_ranks(ConnectDecode(cluster.decode_port))
 
 
-def test_a_decode_worker_that_never_answers(free_port: int) -> None:
-    with socket.create_server(("127.0.0.1", free_port)):
-        with pytest.raises(TransferError, match=f"handshake with the decode worker at 127.0.0.1:{free_port} failed"):
-            DecodeLink("127.0.0.1", free_port, DESCRIPTION, SENDER, timeout_s=0.3)
+def test_a_decode_worker_that_never_answers() -> None:
+    with taken_port() as port:
+        with pytest.raises(TransferError, match=f"handshake with the decode worker at 127.0.0.1:{port} failed"):
+            DecodeLink("127.0.0.1", port, DESCRIPTION, SENDER, timeout_s=0.3)
 
 
 def test_a_decode_worker_with_cp(start: Callable[..., Cluster]) -> None:
@@ -183,7 +181,7 @@ def test_requests_that_cannot_be_served(start: Callable[..., Cluster]) -> None:
         (Request("bad", (1, 2), 0), "asks for 0 new tokens; ask for 1 or more"),
         (Request("bad", (1, 512), 2), "holds token id 512, and the model knows 0 to 511"),
         (Request("bad", (1, -1), 2), "holds token id -1, and the model knows 0 to 511"),
-        (Request("bad", (1,) * 225, 2), "has 225 tokens and the prefill pool holds 224; raise --num-pages"),
+        (Request("bad", (1,) * 225, 2), "225 tokens and needs 15 pages, and the prefill pool holds 14 .* raise --num-pages to 18"),
         (Request("bad", (1,), 163840), "1 . 163840 tokens, and the model knows 163840 positions"),
         (good, "two requests have one id"),
     ):

@@ -39,7 +39,9 @@ def encode_index_keys(keys: torch.Tensor, dtype: IndexDtype) -> torch.Tensor:
         return keys.to(torch_dtype(dtype)).contiguous().view(torch.uint8)
     scale = power_of_two_scale(keys.abs().amax(dim=-1, keepdim=True))
     quantised = (keys.to(torch.float32) / scale).to(torch.float8_e4m3fn)
-    return torch.cat([quantised.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+    # One token's scale can come out with a stride of 0, which cannot be seen as bytes.
+    scale_bytes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return torch.cat([quantised.view(torch.uint8), scale_bytes], dim=-1)
 
 
 def decode_index_keys(stored: torch.Tensor, dtype: IndexDtype, compute_dtype: torch.dtype) -> torch.Tensor:

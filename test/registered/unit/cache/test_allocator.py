@@ -17,7 +17,7 @@ from cpkv.testing.registration import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="unit")
 
-NAMES = st.sampled_from("abcdef")
+NAMES = st.sampled_from("abcd")
 
 
 def make(num_pages: int, cp_size: int, *, seed: int | None = 3, page_size: int = 16) -> PageAllocator:
@@ -211,7 +211,9 @@ def test_thousands_of_requests_of_all_lengths_leave_the_pool_full(cp_size: int) 
     random_ = random.Random(5)
     alive: deque[str] = deque()
     for number in range(3000):
-        pages = allocator.placement.pages_for(1 + number % (7 * 3 * cp_size + 1))
+        # Every second one is short; the others take all lengths that the pool can hold, out of order.
+        longest = 7 * (39 * cp_size if number % 2 else 3)
+        pages = allocator.placement.pages_for(1 + number * 37 % longest)
         while pages > allocator.free_pages:
             alive.rotate(random_.randrange(len(alive)))
             allocator.free(alive.pop())
@@ -263,6 +265,20 @@ def test_pages_in_quarantine_are_not_handed_out_until_they_are_released() -> Non
     assert "6 in quarantine" in repr(allocator)
     allocator.release_quarantine("a")
     assert set(allocator.allocate("c", 6)) == doubtful
+
+
+def test_pages_of_two_failed_attempts_of_one_request_are_all_kept_and_all_released() -> None:
+    """Kinds 28 and 35."""
+    allocator = make(24, 4)
+    first = allocator.allocate("a", 3)
+    allocator.quarantine("a")
+    second = allocator.allocate("a", 4)
+    allocator.quarantine("a")
+    allocator.check()
+    assert allocator.quarantined_pages == 7
+    assert set(allocator.release_quarantine("a")) == {*first, *second}
+    allocator.check()
+    assert allocator.free_pages == 20
 
 
 @pytest.mark.parametrize(
