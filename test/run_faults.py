@@ -54,7 +54,9 @@ def read_faults(path: Path) -> list[Fault]:
         fault = Fault(**{**entry, "tests": tuple(entry["tests"])})
         count = (ROOT / fault.file).read_text(encoding="utf-8").count(fault.find)
         if count != 1:
-            sys.exit(f"{path.name}: fault {fault.name!r}: its text occurs {count} times in {fault.file}; update the list")
+            sys.exit(
+                f"{path.name}: fault {fault.name!r}: its text occurs {count} times in {fault.file}; update the list"
+            )
         faults.append(fault)
     return faults
 

@@ -113,7 +113,11 @@ def prepare_weights(folder: Path, target: Path, dtype: torch.dtype) -> None:
     with dequantised_folder(folder, config, target.parent, dtype) as plain, quiet_transformers():
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
-                plain, dtype=dtype, experts_implementation="eager", output_loading_info=True
+                plain,
+                dtype=dtype,
+                experts_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
             )
         except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(f"the weights in {folder} could not be loaded: {error}") from error
@@ -124,7 +128,11 @@ def prepare_weights(folder: Path, target: Path, dtype: torch.dtype) -> None:
             "the checkpoint is incomplete"
         )
     if report["mismatched_keys"]:
-        raise CheckpointError(f"{folder} holds tensors of another shape: {sorted(report['mismatched_keys'])[0]}")
+        name, theirs, ours = sorted(report["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"{folder} holds {name} of shape {list(theirs)}, and config.json asks for {list(ours)}; "
+            "config and weights are of different models"
+        )
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, target, metadata={"format": "pt"})
 

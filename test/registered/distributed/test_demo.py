@@ -199,6 +199,23 @@ def test_a_prompt_too_short_for_recall_is_served_by_the_hot_model(small: Run) ->
     assert sum(report["sent_pages_per_rank"]) == 2
 
 
+def test_diagnostics_warn_and_change_nothing(
+    cpkv: Run, small: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = small("--cp-size", "2", "--chunk-size", "100")
+    monkeypatch.setenv("CPKV_DEBUG_SHARED_KV", "1")
+    ended = cpkv("demo", "--json", *SMALL, "--cp-size", "2", "--chunk-size", "100")
+    assert ended.status == 0, ended.err
+    assert "warning: CPKV_DEBUG_SHARED_KV is set" in ended.err
+    diagnosed = checked(ended.out)
+    assert diagnosed["config"]["debug"] is True
+    assert plain["config"]["debug"] is False
+    changing = ("seconds", "config")
+    assert {key: diagnosed[key] for key in SCHEMA if key not in changing} == {
+        key: plain[key] for key in SCHEMA if key not in changing
+    }
+
+
 def test_people_get_a_table(cpkv: Run) -> None:
     ended = cpkv("demo", *SMALL, "--cp-size", "2")
     assert ended.status == 0, ended.err

@@ -7,6 +7,7 @@ and page ids are shuffled, so whatever reads a byte that nobody wrote, or a page
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
@@ -33,7 +34,9 @@ def enough_pages(prompts: dict[str, list[int]], page_size: int, owners: int) -> 
     return (-(-sum(-(-len(ids) // page_size) for ids in prompts.values()) // owners) + 1) * owners
 
 
-def stored_tokens(ranks: ThreadedRanks, trace: PrefillTrace, name: str, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stored_tokens(
+    ranks: ThreadedRanks, trace: PrefillTrace, name: str, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A request's latent rows [layers, tokens, bytes] and index rows [slots, tokens, bytes], from the pages' owners."""
     placement, geometry = ranks.placement, ranks.pools[0].geometry
     latent, index = [], []
@@ -189,9 +192,19 @@ def test_forcing_the_full_view_changes_no_bit(hot_model: Callable, prompt: Calla
     """`--no-current-reuse`: the same logits through another view, and the counters say so."""
     _, model = hot_model("glm52", torch.float32)
     prompts = {"a": prompt(90, 1), "b": prompt(17, 2)}
-    settings_ = dict(dtype="float32", index_dtype="fp8", page_size=16, cp_size=3, chunk_size=200, strategy="zigzag")
-    reused_ranks, reused = check_same_bits(model, prompts, **settings_)  # type: ignore[arg-type]
-    forced_ranks, forced = check_same_bits(model, prompts, **settings_, current_reuse=False)  # type: ignore[arg-type]
+    check = partial(
+        check_same_bits,
+        model,
+        prompts,
+        dtype="float32",
+        index_dtype="fp8",
+        page_size=16,
+        cp_size=3,
+        chunk_size=200,
+        strategy="zigzag",
+    )
+    reused_ranks, reused = check()
+    forced_ranks, forced = check(current_reuse=False)
     assert reused_ranks.counters[0].batches == {"current": 1}
     assert forced_ranks.counters[0].batches == {"full": 1}
     assert forced_ranks.counters[0].moved_bytes > 0

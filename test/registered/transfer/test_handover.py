@@ -4,7 +4,9 @@ and pages that are neither lost, nor freed twice, nor used again too early.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,6 +255,52 @@ def test_a_failed_transfer_is_reported_and_others_go_on(start: Callable[..., Gro
     assert len(decoded.tokens) == 2
     group.release("b", "c")
     check_whole(group.decode_allocator, quarantined=-(-(100 + 4) // PAGE))
+
+
+@pytest.mark.parametrize("part", ["latent", "index"])
+def test_a_page_that_changes_on_its_way_is_noticed(start: Callable[..., Group], monkeypatch: Any, part: str) -> None:
+    honest = SelectiveFabric.copy
+    changed: list[Run] = []
+
+    def copy(fabric: SelectiveFabric, session_id: str, run: Run) -> TransferStatus:
+        status = honest(fabric, session_id, run)
+        pages = group.cluster.geometry
+        wanted = pages.latent_page_bytes if part == "latent" else pages.index_page_bytes
+        if not changed and run.length % wanted == 0:
+            changed.append(run)
+            ctypes.memset(run.target + run.length - 1, ctypes.c_ubyte.from_address(run.source).value ^ 0x55, 1)
+        return status
+
+    monkeypatch.setattr(SelectiveFabric, "copy", copy)
+    group = start()
+    report = group.scheduler().run(requests_of(60))
+    assert re.search(
+        "request a: page position . of rank . left with digest [0-9a-f]{12} and arrived with [0-9a-f]{12}",
+        str(report.failures["a"]),
+    )
+
+
+def test_freed_pages_are_poisoned_at_both_ends(start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: dict[int, list[Any]] = {}
+    for kind, name in ((RankWorker, "_open_pool"), (DecodeWorker, "ready")):
+        honest = getattr(kind, name)
+
+        def remember(worker: Any, *arguments: Any, honest: Any = honest) -> Any:
+            reply = honest(worker, *arguments)
+            pools.setdefault(getattr(worker, "_rank", -1), []).append(worker._pool)
+            return reply
+
+        monkeypatch.setattr(kind, name, remember)
+    group = start()
+    group.scheduler().run(requests_of(60, 20))
+    written = [bool((pool.latent[1:] != 0xFF).any()) for pool in pools[-1]]
+    assert written == [True], "the decode worker holds the requests"
+    group.release("a", "b")
+    assert sorted(pools) == [-1, *range(RANKS)]
+    for rank, (pool,) in pools.items():
+        # Local page 0 is where padding goes.
+        for part in (pool.latent, pool.index):
+            assert bool((part[1:] == 0xFF).all()), f"a page of {rank} still holds what was freed"
 
 
 def check_failure(report: PrefillReport, name: str, cause: str) -> None:

@@ -37,7 +37,8 @@ def senders_and_messages(draw: st.DrawFn) -> tuple[list[int], list[Message]]:
     wrong = st.tuples(
         st.sampled_from([1, 1, 1, 0, 2]), st.integers(-1, 4), st.lists(st.integers(-2, len(senders)), max_size=4)
     )
-    messages = [*right, *draw(st.lists(wrong, max_size=8))]
+    again = st.sampled_from(right)
+    messages = [*right, *draw(st.lists(again, max_size=3)), *draw(st.lists(wrong, max_size=6))]
     return senders, draw(st.permutations(messages))
 
 

@@ -1,0 +1,157 @@
+"""From prefill to decoded tokens, through the transfer: ranks and decode worker as threads of this process."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from cpkv.config import EngineSettings
+from cpkv.engine.cluster import Cluster
+from cpkv.engine.generation import GenerationResult, generate
+from cpkv.engine.request import Request
+from cpkv.errors import CheckpointError
+from cpkv.protocol.messages import Sampling
+from cpkv.testing.bits import assert_same_bits
+from cpkv.testing.checkpoints import TinyShape, write_block_fp8, write_hot_checkpoint
+from cpkv.testing.leaks import nothing_left_behind
+from cpkv.testing.recall_model import write_recall_checkpoint
+from cpkv.testing.recall_prompt import recall_delta, recall_prompt, recall_vocab_size
+from cpkv.testing.reference import ReferenceModel
+from cpkv.testing.registration import register_cpu_ci
+
+register_cpu_ci(est_time=60, suite="models")
+
+FAMILIES = ("glm5", "glm52", "deepseek-v32")
+SMALL = TinyShape(num_hidden_layers=2, index_topk=8)
+
+
+def settings_of(requests: list[Request], page_size: int, cp_size: int, **options: object) -> EngineSettings:
+    """In-process settings with just enough pages for all prompts."""
+    pages = sum(-(-len(request.token_ids) // page_size) for request in requests)
+    return EngineSettings(
+        num_pages=(-(-pages // cp_size) + 1) * cp_size,
+        enable_cp_shared_kv=cp_size > 1,
+        cp_size=cp_size,
+        page_size=page_size,
+        transfer="inprocess",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def run(
+    checkpoint: Path, settings: EngineSettings, requests: list[Request], *, compare: bool = True
+) -> GenerationResult:
+    """Generate through the shared pool and, with `compare`, through the replicated one: every bit must be equal."""
+    tokens = sum(len(request.token_ids) + request.max_new_tokens for request in requests)
+    decode_pages = 2 + len(requests) + tokens // settings.page_size
+    with nothing_left_behind(), Cluster(settings, checkpoint, decode_pages=decode_pages, shuffle_seed=5) as cluster:
+        shared = generate(cluster, requests, shared=settings.enable_cp_shared_kv)
+        if compare:
+            assert shared.same_bits(generate(cluster, requests, shared=False)), "shared and replicated differ in a bit"
+    return shared
+
+
+def check_against_reference(checkpoint: Path, requests: list[Request], result: GenerationResult) -> None:
+    """Tokens equal and logits within 1e-9 of the float64 reference, which decodes by itself."""
+    oracle = ReferenceModel(checkpoint)
+    for request in requests:
+        tokens, logits = oracle.generate(list(request.token_ids), request.max_new_tokens)
+        assert result.tokens[request.request_id] == tokens
+        difference = (result.logits[request.request_id] - logits[: request.max_new_tokens]).abs().max()
+        assert float(difference) <= 1e-9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_requests_decodes_like_the_reference(family: str, tmp_path: Path) -> None:
+    """Three requests of different lengths, decoded together, pages of the decode worker shuffled (kind 12)."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", family, index_heads=4)  # type: ignore[arg-type]
+    rng = random.Random(1)
+    requests = [
+        Request(f"r{i}", tuple(rng.randrange(512) for _ in range(length)), 5) for i, length in enumerate((97, 64, 9))
+    ]
+    settings = settings_of(requests, 8, 3, chunk_size=70, dtype="float64", index_dtype="float64")
+    check_against_reference(checkpoint, requests, run(checkpoint, settings, requests))
+
+
+def test_every_length_up_to_three_pages_and_one(tmp_path: Path) -> None:
+    """Kind 13: one page too many or too few, with and without the token just sampled."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", "glm5", index_heads=4, shape=SMALL)
+    rng = random.Random(2)
+    requests = [
+        Request(f"r{length}", tuple(rng.randrange(512) for _ in range(length)), 6) for length in range(1, 3 * 4 + 2)
+    ]
+    settings = settings_of(requests, 4, 2, chunk_size=7, dtype="float64", index_dtype="float64")
+    check_against_reference(checkpoint, requests, run(checkpoint, settings, requests))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype"), [("float32", "float32"), ("bfloat16", "fp8"), ("bfloat16", "bfloat16")]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_recall_model_answers_right(family: str, dtype: str, index_dtype: str, tmp_path: Path) -> None:
+    """Answers come from pages all over the cache, so a page of another position or owner gives a wrong one."""
+    lengths = (800, 500)
+    delta, vocab_size = recall_delta(family, min(lengths)), recall_vocab_size(family, max(lengths), 16)
+    checkpoint = tmp_path / "checkpoint"
+    write_recall_checkpoint(checkpoint, family, vocab_size=vocab_size, delta=delta)
+    prompts = [recall_prompt(family, length, 16, 12, 3, vocab_size=vocab_size, delta=delta) for length in lengths]
+    requests = [Request(f"r{i}", made.token_ids, 12) for i, made in enumerate(prompts) if made is not None]
+    assert len(requests) == 2
+    settings = settings_of(requests, 16, 3, chunk_size=300, dtype=dtype, index_dtype=index_dtype)
+    result = run(checkpoint, settings, requests)
+    for request, made in zip(requests, prompts, strict=True):
+        assert made is not None
+        assert tuple(result.tokens[request.request_id]) == made.answers
+
+
+def test_block_fp8_weights_are_dequantised(tmp_path: Path) -> None:
+    """A block-fp8 folder is served, and equals the reference, which dequantises by itself."""
+    plain = write_hot_checkpoint(tmp_path / "plain", "deepseek-v32", index_heads=4)
+    quantised = write_block_fp8(plain, tmp_path / "fp8")
+    rng = random.Random(3)
+    requests = [Request("r", tuple(rng.randrange(512) for _ in range(90)), 3)]
+    settings = settings_of(requests, 16, 2, chunk_size=50, dtype="float64", index_dtype="float64")
+    check_against_reference(quantised, requests, run(quantised, settings, requests))
+
+
+def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
+    """The message names the method."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", "glm5")
+    config = checkpoint / "config.json"
+    method = '"quantization_config": {"quant_method": "gptq", "bits": 4}, '
+    config.write_text(config.read_text().replace("{", "{" + method, 1))
+    requests = [Request("r", (1, 2, 3), 1)]
+    with nothing_left_behind(), pytest.raises(CheckpointError, match="quantised by 'gptq'"):
+        Cluster(settings_of(requests, 16, 2), checkpoint, decode_pages=4)
+
+
+def test_sampling_is_repeatable_and_the_same_in_both_modes(tmp_path: Path) -> None:
+    """Temperature and top-p: the same seed draws the same tokens, another seed others, a tiny top-p is greedy."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", "glm5", index_heads=4, shape=SMALL)
+    ids = tuple(random.Random(4).randrange(512) for _ in range(40))
+    requests = [
+        Request("greedy", ids, 8),
+        Request("narrow", ids, 8, Sampling(temperature=1.0, top_p=1e-6, seed=1)),
+        Request("one", ids, 8, Sampling(temperature=1.5, top_p=0.95, seed=1)),
+        Request("two", ids, 8, Sampling(temperature=1.5, top_p=0.95, seed=2)),
+        Request("again", ids, 8, Sampling(temperature=1.5, top_p=0.95, seed=1)),
+    ]
+    result = run(checkpoint, settings_of(requests, 16, 2, chunk_size=60), requests)
+    assert result.tokens["narrow"] == result.tokens["greedy"]
+    assert result.tokens["one"] == result.tokens["again"]
+    assert result.tokens["one"] != result.tokens["two"]
+    assert_same_bits(result.logits["narrow"], result.logits["greedy"], "logits of two requests with one prompt")
+
+
+def test_requests_wait_for_pages(tmp_path: Path) -> None:
+    """A pool that holds one prompt at a time serves three, one after the other, and ends with every page free."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", "glm5", index_heads=4, shape=SMALL)
+    rng = random.Random(6)
+    requests = [Request(f"r{i}", tuple(rng.randrange(512) for _ in range(30)), 2) for i in range(3)]
+    settings = EngineSettings(
+        num_pages=12, enable_cp_shared_kv=True, cp_size=2, page_size=4, chunk_size=20, transfer="inprocess",
+        dtype="float64", index_dtype="float64",
+    )  # fmt: skip
+    check_against_reference(checkpoint, requests, run(checkpoint, settings, requests))
