@@ -84,7 +84,8 @@ def try_fault(fault: Fault) -> Verdict:
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)$", ended.stdout, re.MULTILINE)
     if ended.returncode != 1 or not failed:
         return Verdict(fault, False, f"pytest ended with {ended.returncode}: {ended.stdout.strip()[-200:]}")
-    if fault.named and not re.search(fault.named, ended.stdout, re.IGNORECASE):
+    said = "\n".join([*failed, *re.findall(r"^E +(.+)$", ended.stdout, re.MULTILINE)])
+    if fault.named and not re.search(fault.named, said, re.IGNORECASE):
         return Verdict(fault, False, f"no failing test names it: {failed[0]}")
     return Verdict(fault, True, failed[0].split(" - ")[0])
 

@@ -1,17 +1,20 @@
-"""A pairwise covering set of what a prefill can look like: every pair of values occurs in some case."""
+"""What a prefill can look like: a pairwise covering set for every day, the full product for the night."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from allpairspy import AllPairs
 
-from cpkv.testing.checkpoints import Family
+from cpkv.testing.checkpoints import Family, TinyShape
 
 PAGE = 16
 LONG = 5000
-# The reference over LONG tokens takes seconds, so each family meets it with one number of heads.
+# Two layers over LONG tokens: one dense and one of experts, on GLM-5.2 one with an indexer and one that reuses it.
+LONG_SHAPE = TinyShape(num_hidden_layers=2)
+# The reference over LONG tokens takes seconds, so in the covering set each family meets it with one number of heads.
 LONG_HEADS = {"glm5": 16, "glm52": 4, "deepseek-v32": 16}
 
 
@@ -40,27 +43,47 @@ class Case(NamedTuple):
             "5000": LONG,
         }[self.length_name]
 
+    @property
+    def shape(self) -> TinyShape | None:
+        """Sizes of the model; None for the usual ones."""
+        return LONG_SHAPE if self.tokens == LONG else None
+
     def __str__(self) -> str:
         """For test ids."""
         return "-".join(map(str, self))
 
 
 LENGTHS = ("5000", "chunk+1", "chunk-1", "cp*page+1", "cp*page-1", "page+1", "page", "page-1", "1")
-PARAMETERS = (
+PARAMETERS: tuple[Sequence[object], ...] = (
     ("glm5", "glm52", "deepseek-v32"),
     LENGTHS,
     (1, 2, 3, 4),
     ("zigzag", "interleave"),
+    # No multiples of the page; the last is longer than every prompt of the set but the long one and its own.
     (37, 250, 700),
     (16, 4),
 )
 
 
 def allowed(row: Sequence[object]) -> bool:
-    """Whether a (partial) case may be in the set."""
+    """Whether a (partial) case may be in the covering set."""
     return not (len(row) > 5 and row[1] == "5000" and LONG_HEADS[str(row[0])] != row[5])
 
 
 def covering_set() -> list[Case]:
-    """About 40 cases."""
+    """About 40 cases in which every pair of values occurs that `allowed` leaves possible; the same ones every time."""
     return [Case(*row) for row in AllPairs(PARAMETERS, filter_func=allowed)]
+
+
+def full_product() -> list[Case]:
+    """Every case."""
+    return [Case(*row) for row in itertools.product(*PARAMETERS)]  # type: ignore[arg-type]
+
+
+def uncovered_pairs(cases: Sequence[Case]) -> set[tuple[tuple[int, object], tuple[int, object]]]:
+    """Pairs of (number of the parameter, value) that occur in no case although `allowed` leaves them possible."""
+
+    def pairs(rows: Sequence[Sequence[object]]) -> set[tuple[tuple[int, object], tuple[int, object]]]:
+        return {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+
+    return pairs([case for case in full_product() if allowed(case)]) - pairs(cases)

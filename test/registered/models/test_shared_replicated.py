@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpkv.model.shape import ModelShape
-from cpkv.ops.reference.index_keys import unpack_index_keys
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.testing.bits import assert_same_bits
+from cpkv.testing.bits import StoredRequest, assert_same_bits, assert_same_rows
 from cpkv.testing.checkpoints import TinyShape
 from cpkv.testing.ranks import PrefillTrace, ThreadedRanks
 from cpkv.testing.registration import register_cpu_ci
@@ -32,33 +31,6 @@ SMALL = TinyShape(num_hidden_layers=2, index_topk=16)
 def enough_pages(prompts: dict[str, list[int]], page_size: int, owners: int) -> int:
     """Logical pages for the prompts, reserved ones included, a multiple of `owners`."""
     return (-(-sum(-(-len(ids) // page_size) for ids in prompts.values()) // owners) + 1) * owners
-
-
-def stored_tokens(
-    ranks: ThreadedRanks, trace: PrefillTrace, name: str, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A request's latent rows [layers, tokens, bytes] and index rows [slots, tokens, bytes], from the pages' owners."""
-    placement, geometry = ranks.placement, ranks.pools[0].geometry
-    latent, index = [], []
-    for page in trace.pages[name]:
-        pool = ranks.pools[placement.owner(page)]
-        local_page = placement.local_page(page)
-        latent.append(pool.latent[local_page])
-        index.append(
-            torch.stack(
-                [
-                    unpack_index_keys(
-                        pool.index[local_page],
-                        torch.tensor([slot]),
-                        tokens=geometry.page_size,
-                        page_size=geometry.page_size,
-                        key_bytes=geometry.row_format.index_key_bytes,
-                    )
-                    for slot in range(geometry.num_slots)
-                ]
-            )
-        )
-    return torch.cat(latent, dim=1)[:, :tokens], torch.cat(index, dim=1)[:, :tokens]
 
 
 def check_same_bits(
@@ -89,13 +61,8 @@ def check_same_bits(
         assert_same_bits(shared_trace.last_logits[name], replicated_trace.last_logits[name], f"last logits of {name}")
         for layer, chosen in shared_trace.choices[name].items():
             assert_same_bits(chosen, replicated_trace.choices[name][layer], f"choice of {name} in layer {layer}")
-        for what, ours, theirs in zip(
-            ("latent rows", "index keys"),
-            stored_tokens(shared_ranks, shared_trace, name, len(ids)),
-            stored_tokens(replicated_ranks, replicated_trace, name, len(ids)),
-            strict=True,
-        ):
-            assert_same_bits(ours, theirs, f"stored {what} of {name} [layer, pos, byte]")
+        stored = [StoredRequest(ranks.pools, ranks.placement, trace.pages[name], len(ids)) for ranks, trace in runs]
+        assert_same_rows(*stored, f"stored rows of {name}")
     assert all(sequence == shared_ranks.sequences[0] for sequence in shared_ranks.sequences), "collectives differ"
     return shared_ranks, shared_trace
 

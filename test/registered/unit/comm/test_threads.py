@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -85,8 +86,8 @@ def outcomes(group: ThreadGroup, function: Callable[[int], object]) -> list[str]
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_rank_that_fails_before_a_collective_wakes_the_others_with_its_cause(size: int) -> None:
-    """Kind 32: nobody waits for ever, and everybody knows why."""
-    group = ThreadGroup(size)
+    """Kind 32: nobody waits for the end of the group's time, and everybody knows why."""
+    group, started = ThreadGroup(size, timeout_s=15), time.monotonic()
 
     def work(rank: int) -> None:
         comm = group.communicator(rank)
@@ -96,6 +97,7 @@ def test_a_rank_that_fails_before_a_collective_wakes_the_others_with_its_cause(s
         comm.all_gather(torch.zeros(1), "second")
 
     said = outcomes(group, work)
+    assert time.monotonic() - started < 15, "the others were not woken"
     assert said[1] == "NumericsError: a score is NaN"
     # A slow rank may still be leaving the first collective when the group breaks.
     causes = {words.partition(" cannot finish: ")[2] for words in said[:1] + said[2:]}
@@ -103,7 +105,7 @@ def test_a_rank_that_fails_before_a_collective_wakes_the_others_with_its_cause(s
 
 
 def test_run_on_ranks_raises_the_first_cause_and_not_what_followed_from_it() -> None:
-    group = ThreadGroup(4)
+    group = ThreadGroup(4, timeout_s=10)
 
     def work(rank: int) -> None:
         if rank == 2:
@@ -115,7 +117,7 @@ def test_run_on_ranks_raises_the_first_cause_and_not_what_followed_from_it() -> 
 
 
 def test_the_first_cause_stays_and_ranks_that_come_later_hear_it() -> None:
-    group = ThreadGroup(3)
+    group = ThreadGroup(3, timeout_s=10)
     group.abort(2, "out of memory")
     group.abort(0, "a consequence")
     for rank in (0, 1):
