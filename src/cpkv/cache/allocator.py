@@ -35,15 +35,24 @@ class PageAllocator:
         num_pages: logical pages, the `cp_size` reserved ones included; a multiple of cp_size.
         placement: decides the owner class of a page.
         shuffle_seed: shuffles the free lists, so that no caller can lean on contiguous or sorted pages.
+        option: what sets `num_pages`, for advice in errors.
 
     Raises:
         ConfigError: `num_pages` does not fit the placement.
     """
 
-    def __init__(self, num_pages: int, placement: PagePlacement, shuffle_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        placement: PagePlacement,
+        shuffle_seed: int | None = None,
+        *,
+        option: str = "--num-pages",
+    ) -> None:
         local_pages(num_pages, placement)
         self.num_pages = num_pages
         self.placement = placement
+        self.option = option
         allocatable = list(range(placement.reserved_pages, num_pages))
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(allocatable)
@@ -93,7 +102,7 @@ class PageAllocator:
             enough = -(-(self.num_pages + missing) // self.placement.cp_size) * self.placement.cp_size
             raise CapacityError(
                 f"request {request_id} needs {count} pages, {self.free_pages} are free of {self.capacity_pages}; "
-                f"raise --num-pages to {enough}"
+                f"raise {self.option} to {enough}"
             )
         chain = self._chains.get(request_id)
         if chain is None:

@@ -33,8 +33,8 @@ CpStrategy = Annotated[
 EnableCpSharedKv = Annotated[
     bool | None,
     typer.Option(
-        "--enable-cp-shared-kv/--no-enable-cp-shared-kv",
-        help="Keep one KV copy over the ranks (default: on, off at --cp-size 1).",
+        "--enable-cp-shared-kv/--replicated",
+        help="One KV copy over the ranks, or one on each (default: one, except at --cp-size 1).",
         rich_help_panel=GROUP,
     ),
 ]

@@ -6,6 +6,7 @@ given the positions that the engine chose, so that the logits compare. The recal
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def compare_with_reference(
             ]
         )
         difference = (logits - result.logits[request.request_id]).abs().max()
-        largest = max(largest, float(difference))
+        # A NaN would lose every comparison.
+        largest = max(largest, float(difference) if math.isfinite(difference) else math.inf)
     return Reference(
         tokens=tokens,
         max_logit_diff=largest,

@@ -10,11 +10,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cpkv.cache.capacity import capacity_ratio
+from cpkv.cache.capacity import allocatable_tokens, capacity_ratio
 from cpkv.cli.demo_inputs import DemoInputs
 from cpkv.cli.demo_options import DemoOptions
 from cpkv.cli.demo_reference import Reference
 from cpkv.engine.generation import GenerationResult
+from cpkv.layout.placement import PagePlacement
 
 MIB = 1 << 20
 
@@ -28,7 +29,6 @@ class DemoReport:
     shared: GenerationResult
     replicated: GenerationResult
     reference: Reference | None
-    decode_pool_bytes: int
     start_seconds: float
     total_seconds: float
 
@@ -71,6 +71,14 @@ class DemoReport:
         if not options.enable_cp_shared_kv:
             return 1.0
         return capacity_ratio(options.num_pages // options.cp_size, options.page_size, options.cp_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that can be allocated in the shared run's pools."""
+        options = self.options
+        assert options.num_pages is not None
+        owners = options.cp_size if options.enable_cp_shared_kv else 1
+        return allocatable_tokens(options.num_pages // options.cp_size, PagePlacement(options.page_size, owners))
 
     @property
     def differences(self) -> list[str]:
@@ -161,7 +169,7 @@ def _rows(report: DemoReport) -> list[tuple[str, str]]:
     views = ", ".join(f"{view}: {count}" for view, count in counters[0].batches.items())
     rows += [
         ("KV bytes per rank", f"{_mib(report.shared.kv_bytes_per_rank)} shared, {_mib(replicated_bytes)} replicated"),
-        ("capacity ratio", f"{report.ratio:g} x the tokens of a replicated pool of the same bytes"),
+        ("capacity for these bytes", f"{report.capacity_tokens} tokens, {report.ratio:g} x those of a replicated pool"),
         ("scratch per rank, peak", _mib(max(counter.scratch_bytes for counter in counters))),
         ("batches by view", views),
         ("history gathered per rank", _mib(counters[0].history_bytes)),

@@ -76,7 +76,6 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
 
         shared = run(settings.enable_cp_shared_kv, "shared")
         replicated = run(False, "replicated")
-        workers_folder_bytes = cluster.decode_pool_bytes
     if dump is not None:
         _write_dump(dump, inputs, shared, Path(traced.folder))
     reference = _reference(options, inputs, shared, Path(traced.folder) if traced.want_choices else None, progress)
@@ -86,7 +85,6 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
         shared=shared,
         replicated=replicated,
         reference=reference,
-        decode_pool_bytes=workers_folder_bytes,
         start_seconds=start_seconds,
         total_seconds=time.perf_counter() - started,
     )

@@ -1,6 +1,7 @@
 """The `cpkv` command: its subcommands, and how errors become exit statuses.
 
-0 done    1 the demo found a difference    2 a typed error, told in one line    130 interrupted
+0 done    1 the demo found a difference    2 a typed error, told in one line    3 an unexpected error
+130 interrupted
 """
 
 from __future__ import annotations
@@ -62,4 +63,8 @@ def run() -> None:
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(141)
+    except Exception as error:
+        logging.getLogger("cpkv").info("unexpected error", exc_info=error)
+        print(f"error: unexpected {type(error).__name__}: {error}; `cpkv --verbose` shows where", file=sys.stderr)
+        sys.exit(3)

@@ -39,7 +39,7 @@ class ThreadGroup:
         self._slots[rank] = (label, tensor)
         self._wait(label)
         slots = [slot for slot in self._slots if slot is not None]
-        different = sorted({f"{slot[0]} {tuple(slot[1].shape)}" for slot in slots})
+        different = sorted({f"{slot[0]} {tuple(slot[1].shape)} {slot[1].dtype}" for slot in slots})
         gathered = torch.stack([slot[1] for slot in slots]) if len(different) == 1 else None
         self._wait(label)
         if gathered is None:

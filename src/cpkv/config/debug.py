@@ -1,4 +1,4 @@
-"""The one environment variable that cpkv reads."""
+"""The environment variable that turns diagnostics on."""
 
 from __future__ import annotations
 

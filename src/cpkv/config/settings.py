@@ -15,6 +15,7 @@ from cpkv.errors import ConfigError
 
 MAX_CP_SIZE = 8
 MAX_PAGE_SIZE = 1024
+MOONCAKE_SHORTEST_TIMEOUT_S = 5
 ROW_FORMATS: tuple[tuple[LatentDtype, IndexDtype], ...] = (
     ("float64", "float64"),
     ("float32", "float32"),
@@ -67,7 +68,7 @@ def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 def _between(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+        raise ConfigError(f"{name} is {value}; it must be from {low} to {high}")
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -78,7 +79,8 @@ def check_settings(settings: EngineSettings) -> None:
     """
     _between("cp_size", settings.cp_size, 1, MAX_CP_SIZE)
     _between("chunk_size", settings.chunk_size, 1, 1 << 20)
-    _between("transfer_timeout_s", settings.transfer_timeout_s, 1, 3600)
+    shortest = MOONCAKE_SHORTEST_TIMEOUT_S if settings.transfer == "mooncake" else 1
+    _between("transfer_timeout_s", settings.transfer_timeout_s, shortest, 3600)
     _one_of("cp_strategy", settings.cp_strategy, ("zigzag", "interleave"))
     _one_of("transfer", settings.transfer, ("mooncake", "inprocess"))
     if not 1 <= settings.page_size <= MAX_PAGE_SIZE:

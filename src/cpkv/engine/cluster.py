@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from cpkv.engine.commands import (
     OpenPool,
     PoolOpened,
     ReadCounters,
+    RunBatch,
     StartDecode,
     StartRank,
 )
@@ -37,13 +39,13 @@ from cpkv.engine.rank_worker import RankWorker
 from cpkv.engine.worker import ProcessWorker, ThreadWorker, WorkerHandle
 from cpkv.engine.worker_loop import serve_commands
 from cpkv.engine.worker_set import WorkerSet
-from cpkv.errors import ConfigError, TransferError
+from cpkv.errors import ConfigError, ProtocolError, TransferError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.pool_geometry import local_pages
 from cpkv.model.checkpoint import prepare_weights, read_config
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.protocol.messages import SenderDescription
+from cpkv.protocol.messages import Hello, SenderDescription
 from cpkv.transfer.channel import Channel, listen
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.inprocess import InProcessBackend, InProcessFabric
@@ -91,16 +93,18 @@ class Cluster:
         if settings.debug:
             LOG.warning("%s is on: synchronising diagnostics make every batch slow", DEBUG_VARIABLE)
         self.workers = WorkerSet()
-        self._workspace = tempfile.TemporaryDirectory(prefix="cpkv-")
+        self._workspace = tempfile.TemporaryDirectory(prefix=f"cpkv-{os.getpid()}-")
         self.workspace = Path(self._workspace.name)
         self._link: DecodeLink | None = None
+        self._secret = secrets.token_hex(16)
+        self.decode_pages = decode_pages
         self._groups: list[ThreadGroup] = []
         try:
             config = read_config(checkpoint)
             self.shape = ModelShape.from_config(config, settings.latent_norm_eps)
             self.geometry = self.shape.geometry(settings.page_size, settings.dtype, settings.index_dtype)
             prepared = self.workspace / "weights.safetensors"
-            prepare_weights(checkpoint, prepared, torch_dtype(settings.dtype))
+            self._model = prepare_weights(checkpoint, prepared, torch_dtype(settings.dtype))
             self._start(checkpoint, prepared, decode_pages, decode_port, decode_cp_size, shuffle_seed)
         except BaseException:
             self.close()
@@ -138,10 +142,17 @@ class Cluster:
             for rank in range(settings.cp_size):
                 self.ranks.append(self._watch(ProcessWorker(f"prefill rank {rank}", self.workspace)))
             self.decode = self._watch(ProcessWorker("decode worker", self.workspace))
-        threads = max(1, (os.cpu_count() or 1) // settings.cp_size)
+        threads = max(1, len(os.sched_getaffinity(0)) // settings.cp_size)
         starts: dict[WorkerHandle, Any] = {
             worker: StartRank(
-                rank, settings, str(checkpoint), str(prepared), str(self.workspace / "rendezvous"), threads
+                rank=rank,
+                settings=settings,
+                checkpoint=str(checkpoint),
+                prepared=str(prepared),
+                model=self._model,
+                secret=self._secret,
+                rendezvous=str(self.workspace / "rendezvous"),
+                threads=threads,
             )
             for rank, worker in enumerate(self.ranks)
         }
@@ -149,6 +160,8 @@ class Cluster:
             settings=settings,
             checkpoint=str(checkpoint),
             prepared=str(prepared),
+            model=self._model,
+            secret=self._secret,
             num_pages=decode_pages,
             port=decode_port,
             threads=threads,
@@ -158,7 +171,6 @@ class Cluster:
         ready = self.workers.call(starts, START_TIMEOUT_S)
         check_equal_facts([ready[worker].facts for worker in self.ranks])
         self.decode_port: int = ready[self.decode].port
-        self.decode_pool_bytes: int = ready[self.decode].pool_bytes
 
     def _watch(self, worker: WorkerHandle) -> WorkerHandle:
         self.workers.add(worker)
@@ -171,12 +183,12 @@ class Cluster:
         self._groups.append(group)
 
         def serve_rank(rank: int, channel: Channel) -> None:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
             serve_commands(
                 channel,
                 f"prefill rank {rank}",
                 lambda start: RankWorker(start, group.communicator(rank), lambda: InProcessBackend(fabric)),
-                on_failure=lambda cause: group.abort(rank, cause),
+                on_failure=lambda command, cause: group.abort(rank, cause) if isinstance(command, RunBatch) else None,
             )
 
         for rank in range(size):
@@ -188,7 +200,7 @@ class Cluster:
                     channel,
                     "decode worker",
                     lambda start: DecodeWorker(start, InProcessBackend(fabric)),
-                    on_failure=lambda cause: None,
+                    on_failure=lambda command, cause: None,
                 ),
                 Command,
             )
@@ -204,7 +216,16 @@ class Cluster:
         return settings.num_pages if shared else settings.num_pages - settings.cp_size + 1
 
     def open_pool(self, shared: bool) -> int:
-        """Make every rank's pool and connect it to the decode worker; returns the bytes of one rank."""
+        """Make every rank's pool and connect it to the decode worker; returns the bytes of one rank.
+
+        Raises:
+            ConfigError: a shared pool is asked for without the flag.
+        """
+        if shared and not self.settings.enable_cp_shared_kv:
+            raise ConfigError(
+                "a shared pool was asked for, and enable_cp_shared_kv is off; turn it on in the settings, or ask for "
+                "the replicated pool"
+            )
         pages = local_pages(self.pool_pages(shared), self.placement(shared))
         opened: dict[WorkerHandle, PoolOpened] = self.call_ranks(OpenPool(shared, pages))
         self.call_ranks(ConnectDecode(self.decode_port))
@@ -230,21 +251,32 @@ class Cluster:
             WorkerDiedError: a worker has ended.
             CpkvError: what it reported.
         """
+        doing = type(question).__name__
         try:
-            if self._link is None:
+            if self._link is None or self._link.closed:
+                sender = SenderDescription(
+                    rank=SCHEDULER_RANK, cp_size=self.settings.cp_size, strategy=self.settings.cp_strategy
+                )
+                pool = describe_pool(self._model, self.shape, self.geometry, self.settings)
                 self._link = DecodeLink(
                     self.settings.host,
                     self.decode_port,
-                    describe_pool(self.shape, self.geometry, self.settings),
-                    SenderDescription(
-                        rank=SCHEDULER_RANK, cp_size=self.settings.cp_size, strategy=self.settings.cp_strategy
-                    ),
+                    Hello(self._secret, pool, sender),
+                    timeout_s=self.settings.transfer_timeout_s,
+                    watch=lambda: self.workers.check_alive("a question to the decode worker"),
                 )
             reply = self._link.ask(question, answer)
         except TransferError:
-            self.workers.check_alive_soon(type(question).__name__)
+            self.workers.check_alive_soon(doing)
             raise
-        self.workers.check_alive(type(question).__name__)
+        self.workers.check_alive(doing)
+        return reply
+
+    def command_decode(self, command: Any, answer: type[Answer]) -> Answer:
+        """Ask the decode worker what only whoever started it may ask."""
+        reply = self.workers.call({self.decode: command})[self.decode]
+        if not isinstance(reply, answer):
+            raise ProtocolError(f"the decode worker answered {type(reply).__name__} to {type(command).__name__}")
         return reply
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
         settings: the same for every rank.
         checkpoint: folder with config.json.
         prepared: file with the weights, to be mapped.
+        model: fingerprint of configuration and weights.
+        secret: shared by the workers of one run; a handshake without it is refused.
         rendezvous: where gloo ranks meet; empty for threads, which are given their communicator.
         threads: compute threads.
     """
@@ -25,6 +27,8 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     settings: EngineSettings
     checkpoint: str
     prepared: str
+    model: str
+    secret: str
     rendezvous: str
     threads: int
 
@@ -35,6 +39,8 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True):
     settings: EngineSettings
     checkpoint: str
     prepared: str
+    model: str
+    secret: str
     num_pages: int
     port: int
     threads: int
@@ -48,12 +54,10 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         facts: what must be equal over the ranks, by name.
         port: where the decode worker listens; 0 for a rank.
-        pool_bytes: bytes of the decode pool; 0 for a rank.
     """
 
     facts: dict[str, str]
     port: int = 0
-    pool_bytes: int = 0
 
 
 class OpenPool(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +151,30 @@ class ReadCounters(msgspec.Struct, frozen=True, tag=True):
     """Ask for the view counters since the pool was opened."""
 
 
+class RowDigest(msgspec.Struct, frozen=True, tag=True):
+    """Ask the decode worker for a digest of a request's stored rows, prompt and decoded, in position order."""
+
+    request_id: str
+
+
+class RowDigestIs(msgspec.Struct, frozen=True, tag=True):
+    """SHA-256 over the rows that hold tokens."""
+
+    digest: str
+
+
+class DumpPool(msgspec.Struct, frozen=True, tag=True):
+    """Let the decode worker write its pool and page table as safetensors."""
+
+    path: str
+
+
+class TraceDecode(msgspec.Struct, frozen=True, tag=True):
+    """Let every decode step leave its choices in a folder; an empty name ends that."""
+
+    folder: str
+
+
 class StopWorker(msgspec.Struct, frozen=True, tag=True):
     """End."""
 
@@ -162,6 +190,11 @@ Command = (
     | DrainTransfers
     | PoisonPages
     | ReadCounters
+    | RowDigest
+    | DumpPool
+    | TraceDecode
     | StopWorker
 )
-Reply = WorkerReady | PoolOpened | BatchDone | PagesReport | TransfersDrained | CountersAre | Done | Failed
+Reply = (
+    WorkerReady | PoolOpened | BatchDone | PagesReport | TransfersDrained | CountersAre | RowDigestIs | Done | Failed
+)

@@ -23,7 +23,8 @@ from cpkv.engine.tensors import tensor_bytes
 from cpkv.errors import PromptError, ProtocolError, TransferError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
-from cpkv.ops.reference.index_keys import unpack_index_keys
+from cpkv.ops.reference.index_keys import split_index_blocks, unpack_index_keys
+from cpkv.ops.reference.latent_rows import decode_latent_rows, torch_dtype
 from cpkv.pool.page_pool import PagePool
 from cpkv.protocol import messages as m
 from cpkv.protocol.arrivals import Arrivals
@@ -57,23 +58,24 @@ class DecodeRequests:
         self._poison = poison
         self._requests: dict[str, DecodeRequest] = {}
         self._steps = 0
+        self.trace_folder = ""
         self._handlers: dict[type, Callable[[Any], Any]] = {
             m.OpenTransfer: self._open,
             m.PagesSent: self._pages_sent,
             m.FinishTransfer: self._finish,
             m.AbortTransfer: self._abort,
             m.DecodeStep: self._step,
-            m.RowDigests: self._row_digests,
-            m.DumpPool: self._dump,
             m.ReleaseRequest: self._release,
         }
 
-    def handle(self, message: Any) -> Any:
-        """Act on a message and return the answer.
+    def handle(self, message: Any, sender: m.SenderDescription) -> Any:
+        """Act on a message of a connection whose handshake said who is there, and return the answer.
 
         Raises:
-            CpkvError: whatever is wrong with it.
+            CpkvError: whatever is wrong with it; nothing has changed then.
         """
+        if isinstance(message, m.PagesSent) and message.rank != sender.rank:
+            raise ProtocolError(f"rank {sender.rank} reports pages as rank {message.rank}")
         return self._handlers[type(message)](message)
 
     def _request(self, request_id: str) -> DecodeRequest:
@@ -111,6 +113,7 @@ class DecodeRequests:
 
     def _pages_sent(self, message: m.PagesSent) -> m.Done:
         request = self._request(message.request_id)
+        request.arrivals.record(message.attempt, message.rank, message.positions)
         for position, digest in zip(message.positions, message.digests, strict=False):
             arrived = self._pool.page_digest(self._placement.local_page(request.pages[position]))
             if arrived != digest:
@@ -118,7 +121,6 @@ class DecodeRequests:
                     f"request {message.request_id}: page position {position} of rank {message.rank} left with digest "
                     f"{digest[:12]} and arrived with {arrived[:12]}"
                 )
-        request.arrivals.record(message.attempt, message.rank, message.positions)
         return m.Done()
 
     def _finish(self, message: m.FinishTransfer) -> m.TransferComplete:
@@ -126,11 +128,20 @@ class DecodeRequests:
         request.arrivals.check_complete(message.attempt)
         if request.tokens:
             raise ProtocolError(f"request {message.request_id} was finished before")
+        vocab_size = self._forward.model.shape.vocab_size
+        if not 0 <= message.first_token < vocab_size:
+            raise ProtocolError(
+                f"request {message.request_id} starts from token {message.first_token}, and the model knows 0 to "
+                f"{vocab_size - 1}"
+            )
         request.tokens.append(message.first_token)
         return m.TransferComplete(message.request_id, message.attempt)
 
     def _abort(self, message: m.AbortTransfer) -> m.Done:
-        self._request(message.request_id).arrivals.check_attempt(message.attempt)
+        request = self._request(message.request_id)
+        request.arrivals.check_attempt(message.attempt)
+        if request.tokens:
+            raise ProtocolError(f"request {message.request_id} has been handed over; release it instead")
         del self._requests[message.request_id]
         if message.writes_may_land:
             self._allocator.quarantine(message.request_id)
@@ -150,6 +161,8 @@ class DecodeRequests:
         return m.Done()
 
     def _step(self, message: m.DecodeStep) -> m.DecodedTokens:
+        if not message.request_ids or len(set(message.request_ids)) < len(message.request_ids):
+            raise ProtocolError("a decode step names each request once, and at least one")
         requests = [self._request(request_id) for request_id in message.request_ids]
         for request in requests:
             if not request.tokens:
@@ -167,53 +180,64 @@ class DecodeRequests:
             for request in requests
         )
         plan = BatchPlan.build(BatchSpec(self._steps, segments, "interleave", "replicated"), self._placement, 1)
-        trace = BatchTrace(want_choices=True) if message.trace_file else None
+        trace = BatchTrace(want_choices=True) if self.trace_folder else None
         logits = self._forward.run(plan, trace).last_logits
-        self._steps += 1
-        if trace is not None and message.trace_file:
+        if trace is not None:
             choices = {f"choices.{layer}": chosen.to(torch.int32) for layer, chosen in trace.choices.items()}
             names = msgspec.json.encode(message.request_ids).decode()
-            save_file(choices, message.trace_file, metadata={"requests": names})
-        drawn = []
-        for request in requests:
-            values = logits[request.opened.request_id]
-            request.tokens.append(sample_token(values, request.opened.sampling, len(request.tokens)))
-            drawn.append(request.tokens[-1])
+            save_file(
+                choices, Path(self.trace_folder) / f"decode{self._steps}.safetensors", metadata={"requests": names}
+            )
+        self._steps += 1
+        drawn = [
+            sample_token(logits[request.opened.request_id], request.opened.sampling, len(request.tokens))
+            for request in requests
+        ]
+        for request, token in zip(requests, drawn, strict=True):
+            request.tokens.append(token)
         return m.DecodedTokens(
             tuple(drawn), tuple(tensor_bytes(logits[request_id]) for request_id in message.request_ids)
         )
 
-    def _row_digests(self, message: m.RowDigests) -> m.RowDigestsAre:
-        """Per page position over the rows that hold tokens, so that what nobody wrote does not count."""
-        request = self._request(message.request_id)
+    def row_digest(self, request_id: str) -> str:
+        """SHA-256 over a request's stored rows in position order; what nobody wrote does not count."""
+        request = self._request(request_id)
         geometry = self._pool.geometry
-        digests = []
+        digest = hashlib.sha256()
         for position in range(self._placement.pages_for(request.stored_tokens)):
             tokens = min(geometry.page_size, request.stored_tokens - position * geometry.page_size)
             local_page = self._placement.local_page(request.pages[position])
-            digest = hashlib.sha256(self._pool.latent[local_page, :, :tokens].contiguous().numpy().tobytes())
-            blocks = self._pool.index[local_page]
+            digest.update(tensor_bytes(self._pool.latent[local_page, :, :tokens]))
             for slot in range(geometry.num_slots):
                 keys = unpack_index_keys(
-                    blocks,
+                    self._pool.index[local_page],
                     torch.tensor([slot]),
                     tokens=tokens,
                     page_size=geometry.page_size,
                     key_bytes=geometry.row_format.index_key_bytes,
                 )
-                digest.update(keys.numpy().tobytes())
-            digests.append(digest.hexdigest())
-        return m.RowDigestsAre(tuple(digests))
+                digest.update(tensor_bytes(keys))
+        return digest.hexdigest()
 
-    def _dump(self, message: m.DumpPool) -> m.Done:
-        tables = {
-            f"page_table.{request_id}": torch.tensor([self._placement.local_page(page) for page in request.pages])
-            for request_id, request in self._requests.items()
+    def dump(self, path: Path) -> None:
+        """Write the pool and the page table: `latent` [page, layer, offset, value], index keys by page and slot."""
+        geometry, row_format = self._pool.geometry, self._pool.geometry.row_format
+        tensors = {"latent": decode_latent_rows(self._pool.latent, row_format.latent_dtype)}
+        keys, scales = split_index_blocks(
+            self._pool.index.flatten(0, 1), geometry.page_size, row_format.index_key_bytes
+        )
+        dtype = torch.float8_e4m3fn if row_format.index_dtype == "fp8" else torch_dtype(row_format.index_dtype)
+        shape = (self._pool.local_pages, geometry.num_slots, geometry.page_size, -1)
+        tensors["index_keys"] = keys.contiguous().view(dtype).view(shape)
+        if row_format.index_dtype == "fp8":
+            tensors["index_scales"] = scales.contiguous().view(torch.float32).view(shape[:3])
+        for request_id, request in self._requests.items():
+            pages = [self._placement.local_page(page) for page in request.pages]
+            tensors[f"page_table.{request_id}"] = torch.tensor(pages)
+            tensors[f"stored_tokens.{request_id}"] = torch.tensor(request.stored_tokens)
+        layout = {
+            "latent": f"[page, layer, offset, {row_format.kv_lora_rank} latent + {row_format.rope_dim} rope values]",
+            "index_keys": "[page, index slot, offset, value]; fp8 keys are to be multiplied by their index_scales",
+            "index_slot_of_layer": ",".join(map(str, geometry.slots)),
         }
-        lengths = {
-            f"stored_tokens.{request_id}": torch.tensor(request.stored_tokens)
-            for request_id, request in self._requests.items()
-        }
-        pools = {"latent": self._pool.latent, "index": self._pool.index}
-        save_file(pools | tables | lengths, Path(message.path))
-        return m.Done()
+        save_file(tensors, path, metadata=layout)

@@ -12,6 +12,7 @@ import torch
 from cpkv.comm.communicator import Communicator
 from cpkv.errors import PlanError
 from cpkv.layout.plan import BatchPlan
+from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.pool.page_pool import PagePool
 from cpkv.views.view import LayerRows, View
 
@@ -55,8 +56,7 @@ class Diagnostics:
 
     def _own_pages(self, plan: BatchPlan) -> list[int]:
         gather = plan.page_gather()
-        owner = self._comm.rank if plan.placement.cp_size > 1 else 0
-        return [int(page) for page in gather.local_pages[owner]]
+        return [int(page) for page in gather.local_pages[plan.pool_owner(self._comm.rank)]]
 
     def compare_view(self, plan: BatchPlan, layer: int, view: View, rows: LayerRows) -> None:
         """Compare what a view shows of one layer with the owners' pages, byte by byte.
@@ -66,19 +66,37 @@ class Diagnostics:
         """
         geometry = self._pool.geometry
         gather = plan.page_gather()
-        own = torch.from_numpy(gather.local_pages[self._comm.rank if plan.placement.cp_size > 1 else 0])
+        own = torch.from_numpy(gather.local_pages[plan.pool_owner(self._comm.rank)])
         padded = torch.cat([own, own.new_zeros(gather.max_pages - len(own))])
         pages = self._comm.all_gather(self._pool.latent_pages(layer, padded), f"shadow of layer {layer}")
-        truth = pages.flatten(0, 1).unflatten(1, (geometry.page_size, -1))
+        latent = pages.flatten(0, 1).unflatten(1, (geometry.page_size, -1))
+        index = None
+        if geometry.slots[layer] >= 0:
+            blocks = self._comm.all_gather(self._pool.index_pages(layer, padded), f"shadow of index keys {layer}")
+            index = _rows_of_blocks(blocks.flatten(0, 1), geometry)
         for number, segment in enumerate(plan.spec.segments):
-            positions = torch.arange(segment.end)
-            shown = rows.latent[view.rows_of(number, positions)]
-            page_rows = truth[torch.from_numpy(gather.view_pages[number])].flatten(0, 1)[: segment.end]
-            wrong = (shown != page_rows).any(dim=1).nonzero().flatten()
-            if len(wrong):
-                position = int(wrong[0])
-                page = segment.pages[position // geometry.page_size]
-                raise PlanError(
-                    f"view {view.name}, layer {layer}, request {segment.request_id}: position {position} differs from "
-                    f"page {page} of owner {plan.placement.owner(page)}"
-                )
+            view_pages = torch.from_numpy(gather.view_pages[number])
+            shown = {"latent rows": (rows.latent[view.rows_of(number, torch.arange(segment.end))], latent)}
+            if index is not None:
+                shown["index keys"] = (rows.index_keys(number), index)
+            for what, (ours, truth) in shown.items():
+                wrong = (ours != truth[view_pages].flatten(0, 1)[: segment.end]).any(dim=1).nonzero().flatten()
+                if len(wrong):
+                    position = int(wrong[0])
+                    page = segment.pages[position // geometry.page_size]
+                    raise PlanError(
+                        f"view {view.name}, layer {layer}, request {segment.request_id}: {what} of position "
+                        f"{position} differ from page {page} of owner {plan.placement.owner(page)}"
+                    )
+
+
+def _rows_of_blocks(blocks: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:
+    """Index rows [blocks, page_size, index_row_bytes], token by token: written apart from what the views use."""
+    key_bytes, page_size = geometry.row_format.index_key_bytes, geometry.page_size
+    scale_bytes = geometry.row_format.index_row_bytes - key_bytes
+    tokens = []
+    for offset in range(page_size):
+        key = blocks[:, offset * key_bytes : (offset + 1) * key_bytes]
+        first = page_size * key_bytes + offset * scale_bytes
+        tokens.append(torch.cat([key, blocks[:, first : first + scale_bytes]], dim=1))
+    return torch.stack(tokens, dim=1)

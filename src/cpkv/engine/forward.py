@@ -94,13 +94,13 @@ class ForwardPass:
             trace: filled when given.
 
         Raises:
-            NumericsError: a score or a wanted logit is NaN.
+            NumericsError: a score is NaN, or a wanted logit is not finite.
         """
         local = plan.local_tokens(self.comm.rank)
         positions = torch.from_numpy(local.positions)
         hidden = self.model.embed(torch.from_numpy(local.token_ids))
         rotation = self.model.rotation(positions)
-        writes = plan.page_writes(self.comm.rank if plan.placement.cp_size > 1 else 0)
+        writes = plan.page_writes(plan.pool_owner(self.comm.rank))
         cost = ViewCounters()
         view = open_view(plan, self.pool, self.comm, cost)
         choices: list[Choice] = []
@@ -119,6 +119,8 @@ class ForwardPass:
                     trace.choices[layer] = _padded_choices(choices, self.model.shape.topk, len(local.packed))
             attended = self._attention.attend(view, rows, projected.attention.queries, choices)
             hidden = self.model.finish(layer, hidden, attended)
+            # Else this layer's buffers would live until the next layer's are made.
+            del rows, current
         if self._diagnostics is not None:
             self._diagnostics.after_batch(plan)
         if trace is not None and trace.want_logits:
@@ -151,8 +153,8 @@ class ForwardPass:
             segment = plan.spec.segments[number]
             if segment.is_last and int(local.positions[last - 1]) == segment.end - 1:
                 logits = self.model.logits(hidden[last - 1 : last])[0]
-                if bool(logits.isnan().any()):
-                    raise NumericsError(f"request {segment.request_id}: a logit of its last prompt token is NaN")
+                if not bool(logits.isfinite().all()):
+                    raise NumericsError(f"request {segment.request_id}: a logit of its last prompt token is not finite")
                 last_logits[segment.request_id] = logits
         return last_logits
 

@@ -6,21 +6,23 @@ replicated run  prefill (N copies) -> pages -> decode      |  batches, so every 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from cpkv.engine.cluster import Cluster
-from cpkv.engine.commands import CountersAre, Trace
+from cpkv.engine.commands import CountersAre, DumpPool, RowDigest, RowDigestIs, Trace, TraceDecode
 from cpkv.engine.prefill import PrefillReport, PrefillScheduler
 from cpkv.engine.request import Request
-from cpkv.engine.tensors import bytes_tensor
+from cpkv.engine.tensors import bytes_tensor, tensor_bytes
+from cpkv.errors import CapacityError, WorkerDiedError
 from cpkv.model.norms import compute_dtype_of
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.protocol.messages import DecodedTokens, DecodeStep, Done, DumpPool, ReleaseRequest, RowDigests, RowDigestsAre
+from cpkv.protocol.messages import DecodedTokens, DecodeStep, Done, ReleaseRequest
 
 
 @dataclass
@@ -30,7 +32,7 @@ class GenerationResult:
     Attributes:
         tokens: request -> new tokens, the first one included.
         logits: request -> [new tokens, vocab_size]: of the last prompt token, then of each decoded token but the last.
-        row_digests: request -> digest of each page's rows in the decode pool at the end.
+        row_digests: request -> digest of its rows in the decode pool at the end, in position order.
         prefill: the prefill's report.
         counters: view counters by rank.
         kv_bytes_per_rank: bytes of the prefill pool of each rank.
@@ -39,7 +41,7 @@ class GenerationResult:
 
     tokens: dict[str, list[int]]
     logits: dict[str, torch.Tensor]
-    row_digests: dict[str, tuple[str, ...]]
+    row_digests: dict[str, str]
     prefill: PrefillReport
     counters: list[CountersAre]
     kv_bytes_per_rank: int
@@ -51,7 +53,7 @@ class GenerationResult:
             self.tokens == other.tokens
             and self.row_digests == other.row_digests
             and self.logits.keys() == other.logits.keys()
-            and all(torch.equal(values, other.logits[name]) for name, values in self.logits.items())
+            and all(tensor_bytes(values) == tensor_bytes(other.logits[name]) for name, values in self.logits.items())
         )
 
 
@@ -59,17 +61,17 @@ def generate(
     cluster: Cluster,
     requests: Sequence[Request],
     *,
-    shared: bool,
+    shared: bool | None = None,
     trace: Trace | None = None,
     dump_pool: Path | None = None,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> GenerationResult:
-    """Run requests once; the pool is opened and closed here.
+    """Run requests once. The pool is opened and closed here and every request released, whatever happens.
 
     Args:
         cluster: running workers.
         requests: decoded together, as one batch, once all of them have been handed over.
-        shared: one copy of the KV cache over the ranks, or one on each.
+        shared: one copy of the KV cache over the ranks, or one on each; by default what the settings say.
         trace: what prefill batches and decode steps leave behind in a folder.
         dump_pool: file for the decode pool and its page table, written at the end.
         progress: told the name of each phase as it begins.
@@ -77,27 +79,35 @@ def generate(
     Raises:
         CpkvError: the first failure, of a request or of a worker.
     """
+    shared = cluster.settings.enable_cp_shared_kv if shared is None else shared
+    check_decode_pages(requests, cluster)
     progress("prefill and transfer")
     kv_bytes = cluster.open_pool(shared)
-    report = PrefillScheduler(cluster, shared=shared, trace=trace).run(requests)
-    for failure in report.failures.values():
-        raise failure
-    counters = cluster.counters()
-    cluster.close_pool()
-    progress("decode")
-    started = time.perf_counter()
-    tokens = {name: [token] for name, token in report.first_tokens.items()}
-    logits = {name: [values] for name, values in report.last_logits.items()}
-    _decode(cluster, requests, tokens, logits, trace)
-    decode_seconds = time.perf_counter() - started
-    digests = {
-        request.request_id: cluster.ask_decode(RowDigests(request.request_id), RowDigestsAre).digests
-        for request in requests
-    }
-    if dump_pool is not None:
-        cluster.ask_decode(DumpPool(str(dump_pool)), Done)
-    for request in requests:
-        cluster.ask_decode(ReleaseRequest(request.request_id), Done)
+    handed_over: list[str] = []
+    try:
+        try:
+            report = PrefillScheduler(cluster, shared=shared, trace=trace).run(requests)
+            handed_over += report.first_tokens
+            for failure in report.failures.values():
+                raise failure
+            counters = cluster.counters()
+        finally:
+            with _unless_workers_died():
+                cluster.close_pool()
+        progress("decode")
+        cluster.command_decode(TraceDecode(trace.folder if trace is not None and trace.want_choices else ""), Done)
+        started = time.perf_counter()
+        tokens = {name: [token] for name, token in report.first_tokens.items()}
+        logits = {name: [values] for name, values in report.last_logits.items()}
+        _decode(cluster, requests, tokens, logits)
+        decode_seconds = time.perf_counter() - started
+        digests = {name: cluster.command_decode(RowDigest(name), RowDigestIs).digest for name in handed_over}
+        if dump_pool is not None:
+            cluster.command_decode(DumpPool(str(dump_pool)), Done)
+    finally:
+        with _unless_workers_died():
+            for name in handed_over:
+                cluster.ask_decode(ReleaseRequest(name), Done)
     return GenerationResult(
         tokens=tokens,
         logits={name: torch.stack(values) for name, values in logits.items()},
@@ -113,26 +123,42 @@ def generate(
     )
 
 
+@contextlib.contextmanager
+def _unless_workers_died() -> Iterator[None]:
+    """Clean up, unless that is moot: an error that is under way must not be hidden by that of a dead worker."""
+    with contextlib.suppress(WorkerDiedError):
+        yield
+
+
+def check_decode_pages(requests: Sequence[Request], cluster: Cluster) -> None:
+    """Refuse requests that the decode worker could not hold together, before their prompts are computed.
+
+    Raises:
+        CapacityError: with the number of pages that would do.
+    """
+    page_size = cluster.settings.page_size
+    needed = sum(-(-(len(request.token_ids) + request.max_new_tokens) // page_size) for request in requests)
+    if needed > cluster.decode_pages - 1:
+        raise CapacityError(
+            f"the requests need {needed} pages at the decode worker, which has {cluster.decode_pages - 1}; "
+            f"raise decode_pages to {needed + 1}, or send fewer requests at a time"
+        )
+
+
 def _decode(
     cluster: Cluster,
     requests: Sequence[Request],
     tokens: dict[str, list[int]],
     logits: dict[str, list[torch.Tensor]],
-    trace: Trace | None,
 ) -> None:
     dtype = compute_dtype_of(torch_dtype(cluster.settings.dtype))
-    step = 0
     while True:
         unfinished = [
             request.request_id for request in requests if len(tokens[request.request_id]) < request.max_new_tokens
         ]
         if not unfinished:
             return
-        trace_file = None
-        if trace is not None and trace.want_choices:
-            trace_file = str(Path(trace.folder) / f"decode{step}.safetensors")
-        decoded = cluster.ask_decode(DecodeStep(tuple(unfinished), trace_file), DecodedTokens)
+        decoded = cluster.ask_decode(DecodeStep(tuple(unfinished)), DecodedTokens)
         for request_id, token, raw in zip(unfinished, decoded.tokens, decoded.logits, strict=True):
             tokens[request_id].append(token)
             logits[request_id].append(bytes_tensor(raw, dtype))
-        step += 1

@@ -8,12 +8,12 @@ from cpkv.model.shape import ModelShape
 from cpkv.protocol.messages import PROTOCOL_VERSION, PoolDescription
 
 
-def describe_pool(shape: ModelShape, geometry: PoolGeometry, settings: EngineSettings) -> PoolDescription:
-    """Every field that both ends must agree on."""
+def describe_pool(model: str, shape: ModelShape, geometry: PoolGeometry, settings: EngineSettings) -> PoolDescription:
+    """Every field that both ends must agree on; `model` is the fingerprint from `prepare_weights`."""
     row_format = geometry.row_format
     return PoolDescription(
         protocol_version=PROTOCOL_VERSION,
-        model=shape.fingerprint(),
+        model=model,
         num_layers=geometry.num_layers,
         index_slots=geometry.slots,
         page_size=geometry.page_size,

@@ -6,6 +6,7 @@ waiting -> admitted (pages of the whole prompt) -> batches -> last logits -> fir
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from cpkv.engine.commands import BatchDone, DrainTransfers, PagesReport, PoisonP
 from cpkv.engine.request import Request, check_request
 from cpkv.engine.sampling import sample_token
 from cpkv.engine.tensors import bytes_tensor
-from cpkv.errors import CapacityError, CpkvError, PromptError, WorkerDiedError
+from cpkv.errors import CapacityError, CpkvError, PromptError, ProtocolError, WorkerDiedError
 from cpkv.layout.plan import BatchSpec, Segment, choose_view
 from cpkv.layout.schedule import next_batch
 from cpkv.layout.transfer_map import sender_of_positions
@@ -109,7 +110,7 @@ class PrefillScheduler:
         self._placement = cluster.placement(shared)
         self.allocator = PageAllocator(cluster.pool_pages(shared), self._placement)
         self._batches = 0
-        self._attempts = 0
+        self._undrained: list[str] = []
 
     def run(self, requests: Sequence[Request]) -> PrefillReport:
         """Prefill requests and hand each to the decode worker, in order of arrival.
@@ -127,6 +128,7 @@ class PrefillScheduler:
             raise PromptError("two requests have one id; give each its own")
         ranks = len(self._cluster.ranks)
         report = PrefillReport(sent_pages=[0] * ranks, sent_bytes=[0] * ranks)
+        self._release_drained()
         waiting, admitted = deque(requests), list[Admitted]()
         while waiting or admitted:
             self._admit(waiting, admitted)
@@ -214,20 +216,30 @@ class PrefillScheduler:
         assert entry.last_logits is not None
         first_token = sample_token(entry.last_logits, request.sampling, 0)
         report.last_logits[request.request_id] = entry.last_logits
-        self._attempts += 1
+        # Drawn, not counted, so that no late message of another run or scheduler is taken for one of this attempt.
+        attempt = secrets.randbits(63)
         try:
-            self._transfer(entry, first_token, self._attempts, report)
+            opened = self._open_transfer(entry, attempt)
         except WorkerDiedError:
             raise
         except CpkvError as error:
             report.failures[request.request_id] = error
-            LOG.warning("request %s: transfer attempt %d failed: %s", request.request_id, self._attempts, error)
-            self._clean_up(request.request_id, self._attempts, str(error))
+            LOG.warning("request %s: the decode worker did not take it: %s", request.request_id, error)
+            self._poison(self.allocator.free(request.request_id))
+            return
+        try:
+            self._send(entry, opened, first_token, report)
+        except WorkerDiedError:
+            raise
+        except CpkvError as error:
+            report.failures[request.request_id] = error
+            LOG.warning("request %s: its transfer failed: %s", request.request_id, error)
+            self._clean_up(request.request_id, attempt, str(error))
             return
         report.first_tokens[request.request_id] = first_token
         self._poison(self.allocator.free(request.request_id))
 
-    def _transfer(self, entry: Admitted, first_token: int, attempt: int, report: PrefillReport) -> None:
+    def _open_transfer(self, entry: Admitted, attempt: int) -> TransferOpened:
         request = entry.request
         opened = self._cluster.ask_decode(
             OpenTransfer(
@@ -240,12 +252,18 @@ class PrefillScheduler:
             ),
             TransferOpened,
         )
-        replies = self._cluster.call_ranks(SendPages(request.request_id, attempt, entry.pages, opened.pages))
+        if (opened.request_id, opened.attempt) != (request.request_id, attempt):
+            raise ProtocolError(f"request {request.request_id}: the decode worker opened {opened.request_id} instead")
+        return opened
+
+    def _send(self, entry: Admitted, opened: TransferOpened, first_token: int, report: PrefillReport) -> None:
+        name, attempt = opened.request_id, opened.attempt
+        replies = self._cluster.call_ranks(SendPages(name, attempt, entry.pages, opened.pages))
         for rank, worker in enumerate(self._cluster.ranks):
             sent: PagesReport = replies[worker]
             report.sent_pages[rank] += sent.pages
             report.sent_bytes[rank] += sent.num_bytes
-        self._cluster.ask_decode(FinishTransfer(request.request_id, attempt, first_token), TransferComplete)
+        self._cluster.ask_decode(FinishTransfer(name, attempt, first_token), TransferComplete)
 
     def _clean_up(self, request_id: str, attempt: int, cause: str) -> None:
         """After a failed transfer: the decode worker quarantines its pages, ours wait until no write reads them."""
@@ -256,11 +274,17 @@ class PrefillScheduler:
             raise
         except CpkvError as error:
             LOG.warning("request %s: the decode worker did not take the abort: %s", request_id, error)
-        drained = self._cluster.call_ranks(DrainTransfers())
-        if all(reply.drained for reply in drained.values()):
-            self._poison(self.allocator.release_quarantine(request_id))
-        else:
+        self._undrained.append(request_id)
+        self._release_drained()
+        if self._undrained:
             LOG.warning("request %s: its pages stay in quarantine, a write may still read them", request_id)
+
+    def _release_drained(self) -> None:
+        """Free the pages of failed transfers once no write can read them any more."""
+        if self._undrained and all(reply.drained for reply in self._cluster.call_ranks(DrainTransfers()).values()):
+            for request_id in self._undrained:
+                self._poison(self.allocator.release_quarantine(request_id))
+            self._undrained.clear()
 
     def _poison(self, pages: tuple[int, ...]) -> None:
         if self._cluster.settings.debug:

@@ -42,7 +42,7 @@ from cpkv.layout.transfer_map import page_moves
 from cpkv.model.checkpoint import read_config
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import PagePool
-from cpkv.protocol.messages import Done, SenderDescription
+from cpkv.protocol.messages import Done, Hello, SenderDescription
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.page_sender import PageSender
@@ -61,6 +61,7 @@ class RankWorker:
     """
 
     def __init__(self, start: StartRank, comm: Communicator, make_backend: Callable[[], TransferBackend]) -> None:
+        self._start = start
         self._settings = start.settings
         self._rank = start.rank
         self._comm = comm
@@ -81,7 +82,7 @@ class RankWorker:
     def ready(self) -> WorkerReady:
         """What every rank must agree on."""
         facts = {name: str(getattr(self._settings, name)) for name in self._settings.__struct_fields__} | {
-            "model": self._model.shape.fingerprint(),
+            "model": self._start.model,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "threads": str(torch.get_num_threads()),
@@ -120,7 +121,8 @@ class RankWorker:
 
     def _close_pool(self, command: ClosePool) -> Done:
         if self._sender is not None:
-            self._sender.close()
+            if not self._sender.close():
+                self._backend = None
             self._sender = None
         self._pool = self._forward = self._diagnostics = None
         return Done()
@@ -129,16 +131,15 @@ class RankWorker:
         pool = self._open(self._pool)
         if self._backend is None:
             self._backend = self._make_backend()
-        if self._link is None:
-            description = describe_pool(self._model.shape, self._geometry, self._settings)
+        if self._link is None or self._link.closed:
+            description = describe_pool(self._start.model, self._model.shape, self._geometry, self._settings)
             sender = SenderDescription(
                 rank=self._rank, cp_size=self._settings.cp_size, strategy=self._settings.cp_strategy
             )
             self._link = DecodeLink(
                 self._settings.host,
                 command.port,
-                description,
-                sender,
+                Hello(self._start.secret, description, sender),
                 timeout_s=self._settings.transfer_timeout_s,
             )
         self._sender = PageSender(self._rank, self._backend, pool, self._link, digest_pages=self._settings.debug)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cpkv.config.settings import EngineSettings
+from cpkv.engine.sampling import check_sampling
 from cpkv.errors import PromptError
 from cpkv.model.shape import ModelShape
 from cpkv.protocol.messages import Sampling
@@ -36,6 +37,7 @@ def check_request(request: Request, shape: ModelShape, settings: EngineSettings)
         settings: of the prefill group; both kinds of pool hold the same tokens.
 
     Raises:
+        ConfigError: a temperature, top_p or seed that nothing can be drawn with.
         PromptError: an empty prompt, one that is too long, a token that the model does not have.
     """
     name, tokens = request.request_id, len(request.token_ids)
@@ -43,6 +45,7 @@ def check_request(request: Request, shape: ModelShape, settings: EngineSettings)
         raise PromptError(f"request {name} has an empty prompt; give at least one token")
     if request.max_new_tokens < 1:
         raise PromptError(f"request {name} asks for {request.max_new_tokens} new tokens; ask for 1 or more")
+    check_sampling(request.sampling)
     low, high = min(request.token_ids), max(request.token_ids)
     if low < 0 or high >= shape.vocab_size:
         wrong = low if low < 0 else high

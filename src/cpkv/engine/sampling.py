@@ -7,15 +7,20 @@ import torch
 from cpkv.errors import ConfigError
 from cpkv.protocol.messages import Sampling
 
+# The generator takes 64 bits; the step of the token has the lower 20.
+MAX_SEED = 2**43 - 1
+
 
 def check_sampling(sampling: Sampling) -> None:
     """Refuse what cannot be drawn from.
 
     Raises:
-        ConfigError: temperature below 0, or top_p outside (0, 1].
+        ConfigError: temperature below 0, top_p outside (0, 1], or a seed of more than 43 bits.
     """
     if not sampling.temperature >= 0:
         raise ConfigError(f"temperature is {sampling.temperature}; it must be 0 (greedy) or more")
+    if not 0 <= sampling.seed <= MAX_SEED:
+        raise ConfigError(f"the sampling seed is {sampling.seed}; it must be from 0 to {MAX_SEED}")
     if not 0 < sampling.top_p <= 1:
         raise ConfigError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
 

@@ -40,12 +40,18 @@ class WorkerHandle(abc.ABC):
     def kill(self) -> None:
         """End it at once and wait until it is gone."""
 
+    @abc.abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Give it that long to end by itself."""
+
     def stop(self) -> None:
-        """Ask it to end; kill it when it does not."""
+        """Ask it to release everything and end; kill it when it does not."""
         if self.exit_cause() is None:
             with contextlib.suppress(CpkvError):
                 self.channel.send(StopWorker())
                 self.channel.receive(STOP_TIMEOUT_S)
+                self.channel.close()
+                self.wait(STOP_TIMEOUT_S)
         self.kill()
         self.channel.close()
 
@@ -96,8 +102,13 @@ class ProcessWorker(WorkerHandle):
         tail = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_TAIL_CHARS:]
         return f"{self.name} {how}" + (f"; it printed last: {tail}" if tail and status > 0 else "")
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the process."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
     def kill(self) -> None:
-        """SIGTERM is not waited for: the worker holds nothing that outlives it."""
+        """SIGKILL: the worker holds nothing that outlives it."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -125,6 +136,10 @@ class ThreadWorker(WorkerHandle):
     def exit_cause(self) -> str | None:
         """Whether the thread is over."""
         return None if self._thread.is_alive() else f"{self.name} ended"
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(timeout_s)
 
     def kill(self) -> None:
         """Close the connection, which ends the loop, and wait for the thread."""

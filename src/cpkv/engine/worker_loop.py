@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cpkv.engine.commands import StopWorker
-from cpkv.errors import CpkvError, TransferError
-from cpkv.protocol.messages import Done, Failed
+from cpkv.errors import CpkvError, ProtocolError, TransferError
+from cpkv.protocol.failures import failure_of
+from cpkv.protocol.messages import Done
 from cpkv.transfer.channel import Channel
 
 LOG = logging.getLogger(__name__)
@@ -28,15 +29,8 @@ class Worker(Protocol):
         """Release everything."""
 
 
-def failure_of(error: BaseException, where: str) -> Failed:
-    """An exception as a message; one that is not ours keeps its type's name in the text."""
-    if isinstance(error, CpkvError):
-        return Failed(type(error).__name__, str(error), where)
-    return Failed("CpkvError", f"{type(error).__name__}: {error}", where)
-
-
 def serve_commands(
-    channel: Channel, where: str, make_worker: Callable[[Any], Worker], on_failure: Callable[[str], None]
+    channel: Channel, where: str, make_worker: Callable[[Any], Worker], on_failure: Callable[[Any, str], None]
 ) -> None:
     """Run a worker until `StopWorker` or the end of the connection.
 
@@ -44,13 +38,15 @@ def serve_commands(
         channel: to whoever commands.
         where: the worker's name, for errors.
         make_worker: makes the worker from the first command.
-        on_failure: called with the cause when a command fails, before the reply; lets others of the group know.
+        on_failure: called with the command and the cause when one fails, before the reply.
     """
     worker: Worker | None = None
     try:
         while True:
             command = channel.receive()
             if isinstance(command, StopWorker):
+                if worker is not None:
+                    worker.close()
                 channel.send(Done())
                 return
             try:
@@ -62,9 +58,12 @@ def serve_commands(
             except Exception as error:  # every cause must reach the scheduler
                 if not isinstance(error, CpkvError):
                     LOG.exception("%s failed", where)
-                on_failure(str(error))
+                on_failure(command, str(error))
                 reply = failure_of(error, where)
-            channel.send(reply)
+            try:
+                channel.send(reply)
+            except ProtocolError as error:
+                channel.send(failure_of(error, where))
     except TransferError as error:
         print(f"{where}: the scheduler is gone ({error}); ending", file=sys.stderr)  # noqa: T201
     finally:

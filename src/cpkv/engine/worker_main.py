@@ -16,6 +16,7 @@ import torch
 
 from cpkv.comm.gloo import GlooCommunicator
 from cpkv.comm.threads import ThreadGroup
+from cpkv.config.settings import EngineSettings
 from cpkv.engine.commands import Command, StartDecode, StartRank
 from cpkv.engine.decode_worker import DecodeWorker
 from cpkv.engine.rank_worker import RankWorker
@@ -31,6 +32,11 @@ def end_with_scheduler(lifeline: int) -> None:
     os._exit(3)
 
 
+def make_backend(settings: EngineSettings) -> MooncakeBackend:
+    """The transfer engine of this process."""
+    return MooncakeBackend(settings.host, transfer_timeout_s=settings.transfer_timeout_s)
+
+
 def make_worker(command: object) -> Worker:
     """The worker that the first command asks for."""
     if isinstance(command, StartRank):
@@ -41,10 +47,10 @@ def make_worker(command: object) -> Worker:
             if cp_size == 1
             else GlooCommunicator(command.rank, cp_size, Path(command.rendezvous))
         )
-        return RankWorker(command, comm, lambda: MooncakeBackend(command.settings.host))
+        return RankWorker(command, comm, lambda: make_backend(command.settings))
     if isinstance(command, StartDecode):
         torch.set_num_threads(command.threads)
-        return DecodeWorker(command, MooncakeBackend(command.settings.host))
+        return DecodeWorker(command, make_backend(command.settings))
     raise ProtocolError(f"the first command is {type(command).__name__}; it must start a rank or a decode worker")
 
 
@@ -57,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     threading.Thread(target=end_with_scheduler, args=(options.lifeline,), daemon=True).start()
     channel = Channel(socket.socket(fileno=options.socket), Command, "the scheduler")
-    serve_commands(channel, options.name, make_worker, on_failure=lambda cause: None)
+    serve_commands(channel, options.name, make_worker, on_failure=lambda command, cause: None)
 
 
 if __name__ == "__main__":

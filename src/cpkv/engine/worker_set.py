@@ -11,12 +11,12 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from cpkv.engine.worker import WorkerHandle
 from cpkv.errors import CpkvError, TransferError, WorkerDiedError
+from cpkv.protocol.failures import raise_failure
 from cpkv.protocol.messages import Failed
-from cpkv.transfer.decode_link import raise_failure
 
 WATCH_INTERVAL_S = 0.1
 FIRST_CAUSE_GRACE_S = 2.0
@@ -32,7 +32,7 @@ class WorkerSet:
 
     def __init__(self) -> None:
         self._workers: list[WorkerHandle] = []
-        self._stuck = False
+        self._broken = ""
 
     def add(self, worker: WorkerHandle) -> None:
         """Watch one more worker."""
@@ -67,12 +67,14 @@ class WorkerSet:
             CpkvError: the first cause that any of them reports, as its own type.
             WorkerDiedError: a worker died, asked or not, or did not answer in time.
         """
+        if self._broken:
+            raise WorkerDiedError(f"the group cannot be used any more: {self._broken}; start another")
         doing = type(next(iter(commands.values()))).__name__
         for worker, command in commands.items():
             try:
                 worker.channel.send(command)
-            except TransferError:
-                self._raise_first_cause([], doing)
+            except TransferError as error:
+                self._raise_first_cause([], doing, f"{worker.name}: {error}")
         replies: dict[WorkerHandle, Any] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -85,6 +87,7 @@ class WorkerSet:
                     self.check_alive(doing)
                 if deadline is not None and time.monotonic() > deadline:
                     late = ", ".join(worker.name for worker in commands if worker not in replies)
+                    self._broken = f"{late} did not answer {doing}"
                     raise WorkerDiedError(f"{late} did not answer {doing} within {timeout_s:.0f} s")
         failures = [reply for reply in replies.values() if isinstance(reply, Failed)]
         if failures:
@@ -100,8 +103,9 @@ class WorkerSet:
     ) -> None:
         try:
             reply = worker.channel.receive(STUCK_REPLY_S)
-        except CpkvError:
-            self._raise_first_cause([reply for reply in replies.values() if isinstance(reply, Failed)], doing)
+        except CpkvError as error:
+            failures = [reply for reply in replies.values() if isinstance(reply, Failed)]
+            self._raise_first_cause(failures, doing, f"{worker.name}: {error}")
         replies[worker] = reply
         selector.unregister(worker.channel)
         if isinstance(reply, Failed) and doing in COLLECTIVE_COMMANDS:
@@ -117,28 +121,29 @@ class WorkerSet:
             for key, _ in selector.select(WATCH_INTERVAL_S):
                 try:
                     reply = key.data.channel.receive(STUCK_REPLY_S)
-                except CpkvError:
-                    self._raise_first_cause(failures, doing)
+                except CpkvError as error:
+                    self._raise_first_cause(failures, doing, f"{key.data.name}: {error}")
                 replies[key.data] = reply
                 selector.unregister(key.data.channel)
                 if isinstance(reply, Failed):
                     failures.append(reply)
             if _first_cause(failures).kind in SECONDARY_KINDS:
                 self.check_alive(doing)
-        self._stuck = bool(selector.get_map())
-        self._raise_first_cause(failures, doing)
+        self._raise_first_cause(failures, doing, "")
 
-    def _raise_first_cause(self, failures: Sequence[Failed], doing: str) -> None:
+    def _raise_first_cause(self, failures: Sequence[Failed], doing: str, broken: str) -> NoReturn:
+        # Replies that are still to come would be taken for those to the next command.
+        self._broken = broken or f"{doing} failed: {_first_cause(failures).message}"
         if failures and _first_cause(failures).kind not in SECONDARY_KINDS:
             raise_failure(_first_cause(failures))
         self.check_alive_soon(doing)
         if failures:
             raise_failure(_first_cause(failures))
-        raise WorkerDiedError(f"a worker closed its connection during {doing} and still runs")
+        raise WorkerDiedError(f"{broken} (during {doing}; the worker still runs)")
 
     def close(self) -> None:
         """Stop every worker; none is left behind."""
-        broken = self._stuck or any(worker.exit_cause() is not None for worker in self._workers)
+        broken = bool(self._broken) or any(worker.exit_cause() is not None for worker in self._workers)
         for worker in reversed(self._workers):
             if broken:
                 worker.kill()

@@ -133,16 +133,6 @@ class BatchPlan:
     token_ids: IntArray
     pages: IntArray
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the batch, over all segments."""
-        return len(self.positions)
-
-    @property
-    def history_tokens(self) -> int:
-        """Tokens that earlier batches stored and this one reads."""
-        return sum(segment.start for segment in self.spec.segments)
-
     @classmethod
     def build(cls, spec: BatchSpec, placement: PagePlacement, cp_size: int) -> BatchPlan:
         """Derive the plan.
@@ -151,7 +141,7 @@ class BatchPlan:
             PlanError: a segment's pages do not cover its tokens, hold a reserved page, or the view cannot serve
                 the batch.
         """
-        _check(spec, placement)
+        _check(spec, placement, cp_size)
         segments = spec.segments
         lengths = [segment.length for segment in segments]
         positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
@@ -184,6 +174,10 @@ class BatchPlan:
             if last > first
         )
         return LocalTokens(packed, self.positions[packed], self.token_ids[packed], runs)
+
+    def pool_owner(self, rank: int) -> int:
+        """The owner class whose pages a rank stores: its own, or the only one where every rank stores every page."""
+        return rank if self.placement.cp_size > 1 else 0
 
     def page_writes(self, owner: int) -> PageWrites:
         """The rows of the batch that an owner stores."""
@@ -230,7 +224,12 @@ def choose_view(segments: Sequence[Segment], *, shared: bool, current_reuse: boo
     return "current", "no request of the batch has history"
 
 
-def _check(spec: BatchSpec, placement: PagePlacement) -> None:
+def _check(spec: BatchSpec, placement: PagePlacement, cp_size: int) -> None:
+    owners = 1 if spec.view == "replicated" else cp_size
+    if placement.cp_size != owners:
+        raise PlanError(
+            f"view {spec.view} over {cp_size} ranks reads pools of {owners} owners, and these have {placement.cp_size}"
+        )
     if not spec.segments:
         raise PlanError(f"batch {spec.batch_number} holds no request")
     for segment in spec.segments:

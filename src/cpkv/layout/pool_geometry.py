@@ -113,7 +113,7 @@ def local_pages(num_pages: int, placement: PagePlacement) -> int:
     if num_pages % cp_size:
         raise ConfigError(
             f"num_pages is {num_pages}, no multiple of cp_size {cp_size}, so the ranks' pools would differ in size; "
-            f"set --num-pages to {-(-num_pages // cp_size) * cp_size}"
+            f"set --num-pages to {max(2, -(-num_pages // cp_size)) * cp_size}"
         )
     if num_pages < 2 * cp_size:
         raise ConfigError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cpkv.errors import CheckpointError
@@ -59,16 +60,29 @@ def _dequantise(folder: Path, target: Path, block: tuple[int, int], dtype: torch
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shutil.copy(index, target)
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    scales = _scales(files)
+    for file in files:
         tensors = load_file(file)
         plain = {}
         for name, tensor in tensors.items():
             if name.endswith(SCALE_SUFFIX):
                 continue
             if tensor.dtype == torch.float8_e4m3fn:
-                scale = tensors.get(name + SCALE_SUFFIX)
+                scale = scales.get(name + SCALE_SUFFIX)
                 if scale is None:
-                    raise CheckpointError(f"{file} holds {name} in fp8 without {name + SCALE_SUFFIX} beside it")
+                    raise CheckpointError(
+                        f"{file} holds {name} in fp8, and no file of the folder {name + SCALE_SUFFIX}"
+                    )
                 tensor = dequantise_blocks(tensor, scale, block, dtype)
             plain[name] = tensor
         save_file(plain, target / file.name, metadata={"format": "pt"})
+
+
+def _scales(files: list[Path]) -> dict[str, torch.Tensor]:
+    """Every scale of a folder: a weight and its scale may lie in different files."""
+    scales: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            scales |= {name: file.get_tensor(name) for name in file.keys() if name.endswith(SCALE_SUFFIX)}
+    return scales

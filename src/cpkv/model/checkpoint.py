@@ -8,6 +8,7 @@ folder (safetensors, split experts) --load once--> prepared file (one safetensor
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from cpkv.errors import CheckpointError
 from cpkv.model.block_fp8 import dequantised_folder
+from cpkv.model.config_checks import check_config
 from cpkv.model.shape import SUPPORTED_MODEL_TYPES
+
+# How and by what a checkpoint was made says nothing about what it computes.
+UNRELATED_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
 
 
 @contextlib.contextmanager
@@ -63,9 +68,11 @@ def read_config(folder: Path) -> Any:
 
     try:
         with quiet_transformers():
-            return AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises many types for a bad value
         raise CheckpointError(f"{path} does not describe a {model_type} model: {error}") from error
+    check_config(config, str(path))
+    return config
 
 
 def check_weights(folder: Path) -> None:
@@ -77,10 +84,11 @@ def check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            files = sorted(
+                {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            )
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is damaged: {error}; fetch the file again") from error
-        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -95,13 +103,16 @@ def check_weights(folder: Path) -> None:
             raise CheckpointError(f"{file} is damaged: {error}; fetch the file again") from error
 
 
-def prepare_weights(folder: Path, target: Path, dtype: torch.dtype) -> None:
+def prepare_weights(folder: Path, target: Path, dtype: torch.dtype) -> str:
     """Load a checkpoint once and write it in the form in which every rank maps it.
 
     Args:
         folder: the checkpoint.
         target: the file to write, safetensors.
         dtype: of the weights; those that the model keeps in float32 stay so.
+
+    Returns:
+        A fingerprint of configuration and weights: two workers that serve one model have the same.
 
     Raises:
         CheckpointError: the folder cannot be served; the message names the file or the tensor.
@@ -134,7 +145,25 @@ def prepare_weights(folder: Path, target: Path, dtype: torch.dtype) -> None:
             "config and weights are of different models"
         )
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, target, metadata={"format": "pt"})
+    try:
+        save_file(state, target, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        raise CheckpointError(
+            f"the {needed} bytes of prepared weights could not be written to {target}: {error}; "
+            "make room there, or set TMPDIR to a larger disk"
+        ) from error
+    return _fingerprint(config, state)
+
+
+def _fingerprint(config: Any, state: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over what the model computes: every setting, and every weight by its name, dtype and bytes."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in UNRELATED_SETTINGS}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name in sorted(state):
+        digest.update(f"{name} {state[name].dtype} {tuple(state[name].shape)}".encode())
+        digest.update(state[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def map_weights(prepared: Path) -> dict[str, torch.Tensor]:

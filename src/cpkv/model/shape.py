@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cpkv.config.names import IndexDtype, LatentDtype
@@ -62,10 +60,6 @@ class ModelShape:
                 f"use a model of type {' or '.join(SUPPORTED_MODEL_TYPES)}"
             )
         types = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-        if types[0] != "full":
-            raise CheckpointError(
-                "layer 0 has no indexer and no earlier choice to reuse; fix `indexer_types` in config.json"
-            )
         return cls(
             model_type=config.model_type,
             vocab_size=config.vocab_size,
@@ -87,10 +81,6 @@ class ModelShape:
             latent_norm_eps=latent_norm_eps,
             max_positions=config.max_position_embeddings,
         )
-
-    def fingerprint(self) -> str:
-        """A digest of all sizes; two workers that serve one model have the same."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def geometry(self, page_size: int, latent_dtype: LatentDtype, index_dtype: IndexDtype) -> PoolGeometry:
         """The pool that this model's KV needs."""

@@ -69,8 +69,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message on a connection."""
+    """First message on a connection; without the run's secret nothing else is looked at."""
 
+    secret: str
     pool: PoolDescription
     sender: SenderDescription
 
@@ -151,7 +152,6 @@ class DecodeStep(msgspec.Struct, frozen=True, tag=True):
     """Decode one token of each request, as one batch in this order."""
 
     request_ids: tuple[str, ...]
-    trace_file: str | None = None
 
 
 class DecodedTokens(msgspec.Struct, frozen=True, tag=True):
@@ -159,24 +159,6 @@ class DecodedTokens(msgspec.Struct, frozen=True, tag=True):
 
     tokens: tuple[int, ...]
     logits: tuple[bytes, ...]
-
-
-class RowDigests(msgspec.Struct, frozen=True, tag=True):
-    """Ask for a digest of a request's stored rows, prompt and decoded, in position order."""
-
-    request_id: str
-
-
-class RowDigestsAre(msgspec.Struct, frozen=True, tag=True):
-    """SHA-256 per page position, over the rows that hold tokens."""
-
-    digests: tuple[str, ...]
-
-
-class DumpPool(msgspec.Struct, frozen=True, tag=True):
-    """Write the decode pool and the page table as safetensors."""
-
-    path: str
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, tag=True):
@@ -203,18 +185,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     where: str
 
 
-ToDecode = (
-    Hello
-    | OpenTransfer
-    | PagesSent
-    | FinishTransfer
-    | AbortTransfer
-    | DecodeStep
-    | RowDigests
-    | DumpPool
-    | ReleaseRequest
-)
-FromDecode = Welcome | TransferOpened | TransferComplete | DecodedTokens | RowDigestsAre | Done | Failed
+ToDecode = Hello | OpenTransfer | PagesSent | FinishTransfer | AbortTransfer | DecodeStep | ReleaseRequest
+FromDecode = Welcome | TransferOpened | TransferComplete | DecodedTokens | Done | Failed
 
 
 def describe_mismatch(ours: PoolDescription, theirs: PoolDescription) -> str:

@@ -38,13 +38,16 @@ def child_processes(parent: int | None = None) -> dict[int, str]:
 
 
 def traces() -> Traces:
-    """Children, shared-memory segments, cpkv's temporary folders and worker threads that exist now."""
+    """Children, shared-memory segments, temporary folders and worker threads of this process that exist now.
+
+    Segments and folders count when their names hold the process id, since other tests run beside this one.
+    """
     memory = Path("/dev/shm")
     workers = {thread.name for thread in threading.enumerate() if thread.name.startswith(("prefill rank", "decode"))}
     return Traces(
         processes=frozenset(f"{pid} {command}" for pid, command in child_processes().items()),
-        segments=frozenset(entry.name for entry in memory.iterdir()) if memory.is_dir() else frozenset(),
-        workspaces=frozenset(str(path) for path in Path(tempfile.gettempdir()).glob("cpkv-*")),
+        segments=frozenset(entry.name for entry in memory.glob(f"*{os.getpid()}*")),
+        workspaces=frozenset(str(path) for path in Path(tempfile.gettempdir()).glob(f"cpkv-{os.getpid()}-*")),
         threads=frozenset(workers),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from typing import Any
 
 import msgspec
@@ -35,6 +36,8 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._max_frame_bytes = max_frame_bytes
+        self._broken = ""
+        self._inside_frame = False
 
     def __repr__(self) -> str:
         """The peer."""
@@ -51,6 +54,7 @@ class Channel:
             TransferError: the peer is gone.
             ProtocolError: the message is larger than a frame may be.
         """
+        self._refuse_broken()
         body = self._encoder.encode(message)
         if len(body) > self._max_frame_bytes:
             raise ProtocolError(
@@ -68,16 +72,20 @@ class Channel:
             TransferError: the peer closed the connection or sent nothing in time.
             ProtocolError: the frame is too large or is none of the messages expected here.
         """
+        self._refuse_broken()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            self._connection.settimeout(timeout_s)
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
             if length > self._max_frame_bytes:
                 raise ProtocolError(
                     f"{self.peer} announced a frame of {length} bytes, over the limit of {self._max_frame_bytes}"
                 )
-            body = self._read(length)
+            body = self._read(length, deadline)
+            self._inside_frame = False
         except TimeoutError as error:
-            raise TransferError(f"{self.peer} sent nothing for {timeout_s} s") from error
+            if self._inside_frame:
+                self._broken = "the rest of a frame that came too late would be taken for a new one"
+            raise TransferError(f"{self.peer} sent no whole message for {timeout_s} s") from error
         except OSError as error:
             raise TransferError(f"{self.peer} is gone: {error}") from error
         finally:
@@ -85,17 +93,24 @@ class Channel:
                 self._connection.settimeout(None)
         try:
             return self._decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ProtocolError(f"{self.peer} sent a message that is none of those expected here: {error}") from error
 
-    def _read(self, length: int) -> bytearray:
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise TransferError(f"the connection to {self.peer} cannot be used any more: {self._broken}")
+
+    def _read(self, length: int, deadline: float | None) -> bytearray:
         body = bytearray(length)
         view = memoryview(body)
         filled = 0
         while filled < length:
+            if deadline is not None:
+                self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             count = self._connection.recv_into(view[filled:])
             if count == 0:
                 raise TransferError(f"{self.peer} closed the connection")
+            self._inside_frame = True
             filled += count
         return body
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import selectors
+import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cpkv import errors
 from cpkv.errors import HandshakeError, ProtocolError, TransferError
-from cpkv.protocol.messages import Failed, FromDecode, Hello, PoolDescription, SenderDescription, Welcome
+from cpkv.protocol.failures import raise_failure
+from cpkv.protocol.messages import Failed, FromDecode, Hello, Welcome
 from cpkv.transfer.channel import Channel, connect
 
+WATCH_INTERVAL_S = 0.1
+
 Answer = TypeVar("Answer")
-
-
-def raise_failure(failure: Failed) -> None:
-    """Raise what another worker reported, as its own type.
-
-    Raises:
-        CpkvError: always; the class that the peer named, or TransferError for a name that is none of ours.
-    """
-    kind = getattr(errors, failure.kind, TransferError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.CpkvError)):
-        kind = TransferError
-    raise kind(f"{failure.where}: {failure.message}")
 
 
 class DecodeLink:
@@ -30,8 +23,8 @@ class DecodeLink:
     Args:
         host: where the decode worker listens.
         port: its port.
-        pool: what this side's pages are.
-        sender: which prefill worker this is.
+        hello: the run's secret, what this side's pages are, and which prefill worker this is.
+        watch: called while an answer is awaited; what it raises ends the wait.
         timeout_s: how long one answer may take.
 
     Raises:
@@ -40,12 +33,19 @@ class DecodeLink:
     """
 
     def __init__(
-        self, host: str, port: int, pool: PoolDescription, sender: SenderDescription, *, timeout_s: float = 60.0
+        self,
+        host: str,
+        port: int,
+        hello: Hello,
+        *,
+        timeout_s: float = 60.0,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel: Channel = connect(host, port, FromDecode, "the decode worker", timeout_s=min(timeout_s, 8.0))
         self._timeout_s = timeout_s
+        self._watch = watch
         try:
-            self.welcome = self.ask(Hello(pool, sender), Welcome)
+            self.welcome = self.ask(hello, Welcome)
         except HandshakeError:
             self.close()
             raise
@@ -53,9 +53,10 @@ class DecodeLink:
             self.close()
             raise HandshakeError(f"the handshake with the decode worker at {host}:{port} failed: {error}") from error
 
-    def fileno(self) -> int:
-        """The socket's descriptor, for selectors."""
-        return self._channel.fileno()
+    @property
+    def closed(self) -> bool:
+        """Whether this link can be asked no more."""
+        return self._channel.fileno() < 0
 
     def ask(self, question: Any, answer: type[Answer]) -> Answer:
         """Send a message and wait for its answer.
@@ -65,13 +66,31 @@ class DecodeLink:
             TransferError: it is gone, or late.
             ProtocolError: it answered something else.
         """
-        self._channel.send(question)
-        reply = self._channel.receive(self._timeout_s)
+        if self.closed:
+            raise TransferError("the connection to the decode worker was closed after an error; connect again")
+        try:
+            self._channel.send(question)
+            reply = self._channel.receive(self._wait())
+        except TransferError:
+            # The answer may still come, and would be taken for that of the next question.
+            self.close()
+            raise
         if isinstance(reply, Failed):
             raise_failure(reply)
         if not isinstance(reply, answer):
             raise ProtocolError(f"asked {type(question).__name__}, the decode worker answered {type(reply).__name__}")
         return reply
+
+    def _wait(self) -> float:
+        """Wait until an answer begins to arrive, watching meanwhile; what is left of the time."""
+        deadline = time.monotonic() + self._timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while not selector.select(min(WATCH_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
+                self._watch()
+                if time.monotonic() > deadline:
+                    break
+        return max(deadline - time.monotonic(), WATCH_INTERVAL_S)
 
     def close(self) -> None:
         """Close the connection."""

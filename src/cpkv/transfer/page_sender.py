@@ -18,6 +18,8 @@ from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.runs import Peer, Region, Run
 
+DRAIN_TIMEOUT_S = 5.0
+
 
 class SendReport(NamedTuple):
     """What a rank sent for one request."""
@@ -64,7 +66,8 @@ class PageSender:
         """
         if not moves:
             return SendReport(0, 0)
-        runs = [run for move in moves for run in self._runs(move)]
+        # Region by region, so that neighbouring pages can be merged into one write.
+        runs = [run for by_region in zip(*map(self._runs, moves), strict=True) for run in by_region]
         transfer_id = self._backend.submit(self._peer, runs)
         status = self._backend.wait(transfer_id, timeout_s)
         if status.state != "done":
@@ -85,10 +88,15 @@ class PageSender:
         """True when no write of ours can still read the pool."""
         return self._backend.drain(timeout_s)
 
-    def close(self) -> None:
-        """Take the pool's memory back from the engine, or close the engine when a write never ended."""
-        if self._backend.drain(5.0):
-            for region in self._regions:
-                self._backend.unregister(region)
-        else:
+    def close(self) -> bool:
+        """Take the pool's memory back from the engine; close the engine when a write never ends.
+
+        Returns:
+            Whether the engine can still be used.
+        """
+        if not self._backend.drain(DRAIN_TIMEOUT_S):
             self._backend.close()
+            return False
+        for region in self._regions:
+            self._backend.unregister(region)
+        return True

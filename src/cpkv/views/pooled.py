@@ -1,6 +1,6 @@
 """Views that read pages: from buffers gathered from the owners (`full`), or from a pool that holds them all.
 
-`full` over 4 ranks, a batch of pages 4 5 6 8 9; every rank contributes max_pages = 2 and pads with what it has:
+`full` over 4 ranks, a batch of pages 4 5 6 8 9; every rank contributes max_pages = 2 and pads with its trash page:
 
     view page   0    1    2    3    4    5    6    7
     page        4    8    5    9    6    -    -    -

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cpkv.testing.checkpoints import write_hot_checkpoint
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=75, suite="distributed")
+register_cpu_ci(est_time=70, suite="distributed")
 
 Run = Callable[..., Any]
 SOON_S = 15.0
@@ -34,9 +34,7 @@ LONG_DECODE = ("--cp-size", "2", "--prompt-tokens", "400", "--max-new-tokens", "
     ],
     ids=["start", "prefill", "decode"],
 )
-def test_a_killed_worker_is_named(
-    demo: Run, arguments: tuple[str, ...], moment: str, victim: str, doing: str
-) -> None:
+def test_a_killed_worker_is_named(demo: Run, arguments: tuple[str, ...], moment: str, victim: str, doing: str) -> None:
     running = demo(*arguments, verbose=True)
     pid = running.wait_for_worker(victim)
     running.wait_for(moment)
@@ -49,12 +47,17 @@ def test_a_killed_worker_is_named(
 
 
 def test_workers_end_when_the_command_is_killed(demo: Run, until: Run, processes: Run) -> None:
-    running = demo(*LONG_PREFILL)
-    running.wait_for("shared: prefill and transfer")
+    """Also one that waits for another in a collective, and that one when it goes on."""
+    running = demo(*LONG_PREFILL, verbose=True)
+    stopped = running.wait_for_worker("prefill rank 1")
+    running.wait_for("view full (the batch has history)")
     assert len(processes(running.folder)) == 4
+    os.kill(stopped, signal.SIGSTOP)
     running.process.kill()
     running.end(SOON_S)
-    until(lambda: not processes(running.folder), "the workers have ended", SOON_S)
+    until(lambda: len(processes(running.folder)) == 1, "rank 0 and the decode worker have ended", SOON_S)
+    os.kill(stopped, signal.SIGCONT)
+    until(lambda: not processes(running.folder), "rank 1 has ended", SOON_S)
 
 
 def test_the_command_cleans_up_when_it_is_told_to_end(demo: Run) -> None:

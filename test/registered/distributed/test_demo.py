@@ -19,7 +19,7 @@ from cpkv.testing.checkpoints import write_hot_checkpoint
 from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=45, suite="distributed")
+register_cpu_ci(est_time=30, suite="distributed")
 
 Run = Callable[..., Any]
 
@@ -199,9 +199,7 @@ def test_a_prompt_too_short_for_recall_is_served_by_the_hot_model(small: Run) ->
     assert sum(report["sent_pages_per_rank"]) == 2
 
 
-def test_diagnostics_warn_and_change_nothing(
-    cpkv: Run, small: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diagnostics_warn_and_change_nothing(cpkv: Run, small: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = small("--cp-size", "2", "--chunk-size", "100")
     monkeypatch.setenv("CPKV_DEBUG_SHARED_KV", "1")
     ended = cpkv("demo", "--json", *SMALL, "--cp-size", "2", "--chunk-size", "100")
@@ -285,7 +283,7 @@ def check_rows(dump: Dump, request: str, stored: dict[str, torch.Tensor]) -> Non
 
 def test_shared_and_replicated_dumps_hold_the_same_bits(small: Run, tmp_path: Path) -> None:
     small(*FLOAT64, "--dump", str(tmp_path / "shared"))
-    small(*FLOAT64, "--no-enable-cp-shared-kv", "--dump", str(tmp_path / "replicated"))
+    small(*FLOAT64, "--replicated", "--dump", str(tmp_path / "replicated"))
     shared, replicated = Dump(tmp_path / "shared"), Dump(tmp_path / "replicated")
     assert shared.logits.keys() == replicated.logits.keys()
     for name, values in shared.logits.items():

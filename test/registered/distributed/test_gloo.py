@@ -20,7 +20,7 @@ from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.ranks import run_on_ranks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="distributed")
+register_cpu_ci(est_time=9, suite="distributed")
 
 RANKS = 3
 QUICK_S = 15.0
@@ -54,7 +54,8 @@ from cpkv.errors import WorkerDiedError
 
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 comm = GlooCommunicator(rank, size, folder / "rendezvous", record=True)
-save_file({label: comm.all_gather(own, label) for label, own in contributions(rank).items()}, folder / f"{rank}.safetensors")
+gathered = {label: comm.all_gather(own, label) for label, own in contributions(rank).items()}
+save_file(gathered, folder / f"{rank}.safetensors")
 (folder / f"{rank}.sequence").write_text(repr(comm.sequence))
 print("gathered", flush=True)
 sys.stdin.readline()

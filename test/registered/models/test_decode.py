@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cpkv.config import EngineSettings
 from cpkv.engine.cluster import Cluster
@@ -25,6 +29,12 @@ register_cpu_ci(est_time=60, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SMALL = TinyShape(num_hidden_layers=2, index_topk=8)
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces of other processes on the machine are not ones that this test leaves behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def settings_of(requests: list[Request], page_size: int, cp_size: int, **options: object) -> EngineSettings:
@@ -65,29 +75,32 @@ def check_against_reference(checkpoint: Path, requests: list[Request], result: G
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_of_requests_decodes_like_the_reference(family: str, tmp_path: Path) -> None:
-    """Three requests of different lengths, decoded together, pages of the decode worker shuffled (kind 12)."""
+    """Requests of different lengths, decoded together until each has its tokens, pages shuffled (kind 12)."""
     checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", family, index_heads=4)  # type: ignore[arg-type]
     rng = random.Random(1)
     requests = [
-        Request(f"r{i}", tuple(rng.randrange(512) for _ in range(length)), 5) for i, length in enumerate((97, 64, 9))
+        Request(f"r{length}", tuple(rng.randrange(512) for _ in range(length)), new)
+        for length, new in ((97, 5), (64, 8), (9, 2), (1, 1))
     ]
     settings = settings_of(requests, 8, 3, chunk_size=70, dtype="float64", index_dtype="float64")
     check_against_reference(checkpoint, requests, run(checkpoint, settings, requests))
 
 
-def test_every_length_up_to_three_pages_and_one(tmp_path: Path) -> None:
-    """Kind 13: one page too many or too few, with and without the token just sampled."""
-    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", "glm5", index_heads=4, shape=SMALL)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_length_up_to_three_pages_and_one(family: str, tmp_path: Path) -> None:
+    """Kind 13: one page too many or too few, with and without the token just sampled; pools are poisoned first."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", family, index_heads=4, shape=SMALL)  # type: ignore[arg-type]
     rng = random.Random(2)
     requests = [
         Request(f"r{length}", tuple(rng.randrange(512) for _ in range(length)), 6) for length in range(1, 3 * 4 + 2)
     ]
-    settings = settings_of(requests, 4, 2, chunk_size=7, dtype="float64", index_dtype="float64")
+    settings = settings_of(requests, 4, 2, chunk_size=7, dtype="float64", index_dtype="float64", debug=True)
     check_against_reference(checkpoint, requests, run(checkpoint, settings, requests))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "index_dtype"), [("float32", "float32"), ("bfloat16", "fp8"), ("bfloat16", "bfloat16")]
+    ("dtype", "index_dtype"),
+    [("float32", "float32"), ("float32", "fp8"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_recall_model_answers_right(family: str, dtype: str, index_dtype: str, tmp_path: Path) -> None:
@@ -106,14 +119,39 @@ def test_the_recall_model_answers_right(family: str, dtype: str, index_dtype: st
         assert tuple(result.tokens[request.request_id]) == made.answers
 
 
-def test_block_fp8_weights_are_dequantised(tmp_path: Path) -> None:
-    """A block-fp8 folder is served, and equals the reference, which dequantises by itself."""
-    plain = write_hot_checkpoint(tmp_path / "plain", "deepseek-v32", index_heads=4)
-    quantised = write_block_fp8(plain, tmp_path / "fp8")
+def dequantised_copy(quantised: Path, folder: Path) -> Path:
+    """The folder's weights as plain float32, each e4m3 value times the scale of its 128 x 128 block."""
+    stored, plain = load_file(quantised / "model.safetensors"), {}
+    for name, weight in stored.items():
+        scale = stored.get(f"{name}_scale_inv")
+        if scale is not None:
+            rows, columns = weight.shape
+            plain[name] = weight.float() * scale.kron(torch.ones(128, 128))[:rows, :columns]
+        elif not name.endswith("_scale_inv"):
+            plain[name] = weight
+    config = json.loads((quantised / "config.json").read_text())
+    del config["quantization_config"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_fp8_weights_are_served_dequantised(family: str, tmp_path: Path) -> None:
+    """A block-fp8 folder equals the reference, which dequantises by itself, and its plain copy bit for bit."""
+    quantised = write_block_fp8(
+        write_hot_checkpoint(tmp_path / "plain", family, index_heads=4),  # type: ignore[arg-type]
+        tmp_path / "fp8",
+    )
     rng = random.Random(3)
     requests = [Request("r", tuple(rng.randrange(512) for _ in range(90)), 3)]
     settings = settings_of(requests, 16, 2, chunk_size=50, dtype="float64", index_dtype="float64")
     check_against_reference(quantised, requests, run(quantised, settings, requests))
+    settings = settings_of(requests, 16, 2, chunk_size=50)
+    ours = run(quantised, settings, requests, compare=False)
+    plain = run(dequantised_copy(quantised, tmp_path / "dequantised"), settings, requests, compare=False)
+    assert ours.same_bits(plain), "block-fp8 weights are not those of their plain copy"
 
 
 def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
@@ -143,6 +181,29 @@ def test_sampling_is_repeatable_and_the_same_in_both_modes(tmp_path: Path) -> No
     assert result.tokens["one"] == result.tokens["again"]
     assert result.tokens["one"] != result.tokens["two"]
     assert_same_bits(result.logits["narrow"], result.logits["greedy"], "logits of two requests with one prompt")
+
+
+def nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> set[int]:
+    """The smallest set of most probable tokens whose probability reaches `top_p`."""
+    best = (logits.double() / temperature).softmax(-1).sort(descending=True)
+    return set(best.indices[: int((best.values.cumsum(0) < top_p).sum()) + 1].tolist())
+
+
+def test_drawn_tokens_lie_in_the_nucleus(tmp_path: Path) -> None:
+    """Top-p is respected by the first token, which the prefill draws, and by decoded ones; temperature alone is not."""
+    checkpoint = write_hot_checkpoint(tmp_path / "checkpoint", "glm52", index_heads=4, shape=SMALL)
+    ids = tuple(random.Random(5).randrange(512) for _ in range(30))
+    requests = [Request(f"p{seed}", ids, 6, Sampling(1.3, 0.3, seed)) for seed in range(6)]
+    requests += [Request(f"t{seed}", ids, 6, Sampling(1.3, 1.0, seed)) for seed in range(6)]
+    result = run(checkpoint, settings_of(requests, 16, 2, chunk_size=100), requests)
+    inside = {
+        name: [token in nucleus(row, 1.3, 0.3) for token, row in zip(tokens, result.logits[name], strict=True)]
+        for name, tokens in result.tokens.items()
+    }
+    assert all(all(drawn) for name, drawn in inside.items() if name.startswith("p"))
+    assert not all(all(drawn) for name, drawn in inside.items() if name.startswith("t"))
+    drawn = {tuple(result.tokens[f"p{seed}"]) for seed in range(6)}
+    assert len(drawn) > 1, "every seed draws the same"
 
 
 def test_requests_wait_for_pages(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every combination of the covering set's values: float64 against the reference, float32 against transformers; nightly."""
+"""Every combination of the covering set's values, against the reference and against transformers; nightly."""
 
 from __future__ import annotations
 

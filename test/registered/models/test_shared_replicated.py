@@ -1,116 +1,113 @@
 """Shared equals replicated bit for bit: the same requests, chunks and batches through either pool, in one run.
 
-Logits of every position, chosen positions, and every stored byte of every token. Pools start poisoned with NaN bytes,
-and page ids are shuffled, so whatever reads a byte that nobody wrote, or a page of someone else, shows.
+Logits of every position, chosen positions, and every byte of every page. Pools start poisoned with NaN bytes, and page
+ids are shuffled, so whatever reads a byte that nobody wrote, or a page of someone else, shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import gc
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_comparison import check_same_bits
+from reference_checks import check_float64, pages_of
 
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.testing.bits import StoredRequest, assert_same_bits, assert_same_rows
+from cpkv.pool.page_pool import PagePool
+from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.checkpoints import TinyShape
-from cpkv.testing.ranks import PrefillTrace, ThreadedRanks
+from cpkv.testing.ranks import ThreadedRanks
+from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="models")
+register_cpu_ci(est_time=75, suite="models")
 
+FAMILIES = ("glm5", "glm52", "deepseek-v32")
+SPLITS = ("zigzag", "interleave")
 FORMATS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "fp8"), ("bfloat16", "fp8"))
 SMALL = TinyShape(num_hidden_layers=2, index_topk=16)
 
 
-def enough_pages(prompts: dict[str, list[int]], page_size: int, owners: int) -> int:
-    """Logical pages for the prompts, reserved ones included, a multiple of `owners`."""
-    return (-(-sum(-(-len(ids) // page_size) for ids in prompts.values()) // owners) + 1) * owners
+def combinations() -> list[tuple[object, ...]]:
+    """Every pair of format, ranks, page size, family, chunk size, split and current reuse occurs; about 35."""
+    values: tuple[Sequence[object], ...] = (
+        FORMATS, range(1, 9), (1, 3, 16, 64), FAMILIES, (33, 77, 301), SPLITS, (True, False),
+    )  # fmt: skip
+    return [tuple(row) for row in AllPairs(values)]
 
 
-def check_same_bits(
-    model: object,
-    prompts: dict[str, list[int]],
-    *,
-    dtype: str,
-    index_dtype: str,
-    page_size: int,
-    cp_size: int,
-    chunk_size: int,
-    strategy: str,
-    current_reuse: bool = True,
-) -> tuple[ThreadedRanks, PrefillTrace]:
-    """Run both kinds of pool and compare everything; returns the shared run."""
-    geometry = model.shape.geometry(page_size, dtype, index_dtype)  # type: ignore[attr-defined]
-    runs = []
-    for shared in (True, False):
-        owners = cp_size if shared else 1
-        num_pages = enough_pages(prompts, page_size, owners)
-        ranks = ThreadedRanks(model, geometry, cp_size=cp_size, shared=shared, num_pages=num_pages)  # type: ignore[arg-type]
-        trace = ranks.prefill(prompts, chunk_size=chunk_size, strategy=strategy, current_reuse=current_reuse)  # type: ignore[arg-type]
-        runs.append((ranks, trace))
-    (shared_ranks, shared_trace), (replicated_ranks, replicated_trace) = runs
-    for name, ids in prompts.items():
-        assert_same_bits(shared_trace.logits[name], replicated_trace.logits[name], f"logits of {name}")
-        assert not shared_trace.logits[name].isnan().any(), f"logits of {name} hold NaN"
-        assert_same_bits(shared_trace.last_logits[name], replicated_trace.last_logits[name], f"last logits of {name}")
-        for layer, chosen in shared_trace.choices[name].items():
-            assert_same_bits(chosen, replicated_trace.choices[name][layer], f"choice of {name} in layer {layer}")
-        stored = [StoredRequest(ranks.pools, ranks.placement, trace.pages[name], len(ids)) for ranks, trace in runs]
-        assert_same_rows(*stored, f"stored rows of {name}")
-    assert all(sequence == shared_ranks.sequences[0] for sequence in shared_ranks.sequences), "collectives differ"
-    return shared_ranks, shared_trace
-
-
-@pytest.mark.parametrize(("dtype", "index_dtype"), FORMATS)
 @pytest.mark.parametrize(
-    ("family", "cp_size", "strategy", "page_size", "chunk_size"),
-    [
-        ("glm5", 4, "zigzag", 16, 77),
-        ("glm52", 3, "interleave", 3, 50),
-        ("deepseek-v32", 2, "zigzag", 64, 1000),
-        ("glm52", 8, "zigzag", 1, 61),
-        ("glm5", 7, "interleave", 64, 33),
-    ],
+    ("formats", "cp_size", "page_size", "family", "chunk_size", "strategy", "current_reuse"),
+    combinations(),
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
 def test_a_batch_of_requests_has_the_same_bits(
     hot_model: Callable,
     prompt: Callable,
-    family: str,
+    formats: tuple[str, str],
     cp_size: int,
-    strategy: str,
     page_size: int,
+    family: str,
     chunk_size: int,
-    dtype: str,
-    index_dtype: str,
+    strategy: str,
+    current_reuse: bool,
 ) -> None:
-    """Kinds 16, 20, 24, 25: requests of different history in one batch, a long batch and then a short one."""
-    _, model = hot_model(family, torch_dtype(dtype))
-    prompts = {"long": prompt(150, 1), "one": prompt(1, 2), "short": prompt(37, 3)}
+    """Kinds 16, 20, 21, 24, 25: requests of different history in one batch, a long batch and then a short one."""
+    dtype, index_dtype = formats
+    _, model = hot_model(family, torch_dtype(dtype))  # type: ignore[arg-type]
     check_same_bits(
         model,
-        prompts,
+        {"long": prompt(150, 1), "one": prompt(1, 2), "short": prompt(37, 3)},
         dtype=dtype,
         index_dtype=index_dtype,
         page_size=page_size,
         cp_size=cp_size,
         chunk_size=chunk_size,
         strategy=strategy,
+        current_reuse=current_reuse,
     )
 
 
-@settings(max_examples=60)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=67)
+@given(data=st.data())
+def test_any_batch_equals_replicated_and_the_reference(
+    hot_model: Callable, prompt: Callable, family: str, data: st.DataObject
+) -> None:
+    """float64, at most 300 tokens in all: both pools to the bit, and the reference within 1e-9."""
+    lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3), "lengths")
+    checkpoint, model = hot_model(family, torch.float64, data.draw(st.sampled_from((1, 4, 16)), "heads"), SMALL)
+    prompts = {f"r{i}": prompt(length, i) for i, length in enumerate(lengths)}
+    shared, _ = check_same_bits(
+        model,
+        prompts,
+        dtype="float64",
+        index_dtype="float64",
+        page_size=data.draw(st.sampled_from((1, 3, 16, 64)), "page_size"),
+        cp_size=data.draw(st.integers(1, 8), "cp_size"),
+        chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
+        strategy=data.draw(st.sampled_from(SPLITS), "strategy"),
+        current_reuse=data.draw(st.booleans(), "current_reuse"),
+    )
+    reference = ReferenceModel(checkpoint)
+    for name, ids in prompts.items():
+        check_float64(shared.trace, name, reference.forward(ids, record_indices=True))
+
+
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_batch_has_the_same_bits(hot_model: Callable, prompt: Callable, data: st.DataObject) -> None:
-    """Any lengths of at most 300 tokens in all, ranks, split, chunk, page, with and without current reuse."""
+    """The stored formats that are served, with few heads: ties, which no reference in float64 would decide alike."""
     dtype, index_dtype = data.draw(st.sampled_from(FORMATS), "formats")
-    family = data.draw(st.sampled_from(("glm5", "glm52", "deepseek-v32")), "family")
-    _, model = hot_model(family, torch_dtype(dtype), 4, SMALL)
+    family = data.draw(st.sampled_from(FAMILIES), "family")
+    _, model = hot_model(family, torch_dtype(dtype), 4, SMALL)  # type: ignore[arg-type]
     lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3), "lengths")
     check_same_bits(
         model,
@@ -119,24 +116,14 @@ def test_any_batch_has_the_same_bits(hot_model: Callable, prompt: Callable, data
         index_dtype=index_dtype,
         page_size=data.draw(st.sampled_from((1, 3, 16, 64)), "page_size"),
         cp_size=data.draw(st.integers(1, 8), "cp_size"),
-        chunk_size=data.draw(st.integers(1, 120), "chunk_size"),
-        strategy=data.draw(st.sampled_from(("zigzag", "interleave")), "strategy"),
+        chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
+        strategy=data.draw(st.sampled_from(SPLITS), "strategy"),
         current_reuse=data.draw(st.booleans(), "current_reuse"),
     )
 
 
-@pytest.mark.parametrize("strategy", ["zigzag", "interleave"])
-def test_a_chunk_without_history_gathers_nothing_and_reads_no_pool_row(
-    hot_model: Callable, prompt: Callable, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pool is poisoned behind every write, so a single row read from it would make a logit NaN."""
-    from cpkv.pool.page_pool import PagePool
-
-    _, model = hot_model("glm5", torch.float32)
-    prompts = {"a": prompt(100, 1), "b": prompt(41, 2)}
-    geometry = model.shape.geometry(16, "float32", "float32")
-    honest = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=enough_pages(prompts, 16, 4))
-    expected = honest.prefill(prompts, chunk_size=200, strategy=strategy)
+def poison_behind_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no pool holds a row any longer than it takes to write it."""
     write = PagePool.write
 
     def write_then_poison(pool: PagePool, *arguments: object) -> None:
@@ -144,8 +131,23 @@ def test_a_chunk_without_history_gathers_nothing_and_reads_no_pool_row(
         pool.poison(list(range(pool.local_pages)))
 
     monkeypatch.setattr(PagePool, "write", write_then_poison)
-    poisoned = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=enough_pages(prompts, 16, 4))
-    trace = poisoned.prefill(prompts, chunk_size=200, strategy=strategy)
+
+
+@pytest.mark.parametrize("index_dtype", ["float32", "fp8"])
+@pytest.mark.parametrize("strategy", SPLITS)
+def test_a_chunk_without_history_gathers_nothing_and_reads_no_pool_row(
+    hot_model: Callable, prompt: Callable, strategy: str, index_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is poisoned behind every write, so a single row read from it would make a logit NaN."""
+    _, model = hot_model("glm5", torch.float32)
+    prompts = {"a": prompt(100, 1), "b": prompt(41, 2)}
+    geometry = model.shape.geometry(16, "float32", index_dtype)
+    num_pages = pages_of([100, 41], 16, 4)
+    honest = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=num_pages)
+    expected = honest.prefill(prompts, chunk_size=200, strategy=strategy)  # type: ignore[arg-type]
+    poison_behind_writes(monkeypatch)
+    poisoned = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=num_pages)
+    trace = poisoned.prefill(prompts, chunk_size=200, strategy=strategy)  # type: ignore[arg-type]
     for name in prompts:
         assert_same_bits(trace.logits[name], expected.logits[name], f"logits of {name}")
     for counters in poisoned.counters:
@@ -155,35 +157,47 @@ def test_a_chunk_without_history_gathers_nothing_and_reads_no_pool_row(
     assert all("pages" not in collective.label for collective in poisoned.sequences[0])
 
 
+def test_a_chunk_that_does_read_the_pool_is_seen(
+    hot_model: Callable, prompt: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The poison of the test above is one that shows: with `full` forced, it reaches a score or a logit."""
+    _, model = hot_model("glm5", torch.float32)
+    poison_behind_writes(monkeypatch)
+    ranks = ThreadedRanks(
+        model, model.shape.geometry(16, "float32", "float32"), cp_size=4, shared=True, num_pages=pages_of([100], 16, 4)
+    )
+    with pytest.raises(Exception, match="NaN"):
+        ranks.prefill({"a": prompt(100)}, chunk_size=200, current_reuse=False)
+
+
 def test_forcing_the_full_view_changes_no_bit(hot_model: Callable, prompt: Callable) -> None:
     """`--no-current-reuse`: the same logits through another view, and the counters say so."""
     _, model = hot_model("glm52", torch.float32)
     prompts = {"a": prompt(90, 1), "b": prompt(17, 2)}
-    check = partial(
-        check_same_bits,
-        model,
-        prompts,
-        dtype="float32",
-        index_dtype="fp8",
-        page_size=16,
-        cp_size=3,
-        chunk_size=200,
-        strategy="zigzag",
+    reused, forced = (
+        check_same_bits(
+            model,
+            prompts,
+            dtype="float32",
+            index_dtype="fp8",
+            page_size=16,
+            cp_size=3,
+            chunk_size=200,
+            strategy="zigzag",
+            current_reuse=current_reuse,
+        )[0]
+        for current_reuse in (True, False)
     )
-    reused_ranks, reused = check()
-    forced_ranks, forced = check(current_reuse=False)
-    assert reused_ranks.counters[0].batches == {"current": 1}
-    assert forced_ranks.counters[0].batches == {"full": 1}
-    assert forced_ranks.counters[0].moved_bytes > 0
-    assert forced_ranks.counters[0].history_bytes == 0, "a chunk without history has no history to gather"
+    assert reused.ranks.counters[0].batches == {"current": 1}
+    assert forced.ranks.counters[0].batches == {"full": 1}
+    assert forced.ranks.counters[0].moved_bytes > 0
+    assert forced.ranks.counters[0].history_bytes == 0, "a chunk without history has no history to gather"
     for name in prompts:
-        assert_same_bits(forced.logits[name], reused.logits[name], f"logits of {name}")
+        assert_same_bits(forced.trace.logits[name], reused.trace.logits[name], f"logits of {name}")
 
 
 @pytest.mark.parametrize(("page_size", "cp_size"), list(product((1, 16, 64), (1, 3, 8))))
-def test_the_ranks_hold_one_copy_and_a_trash_page_each(
-    hot_model: Callable, prompt: Callable, page_size: int, cp_size: int
-) -> None:
+def test_the_ranks_hold_one_copy_and_a_trash_page_each(hot_model: Callable, page_size: int, cp_size: int) -> None:
     """Kind 36: the sum of the allocated bytes is what the formula says, index keys included."""
     _, model = hot_model("glm52", torch.float32)
     shape: ModelShape = model.shape
@@ -195,3 +209,42 @@ def test_the_ranks_hold_one_copy_and_a_trash_page_each(
     slots = sum(shape.has_indexer)
     bytes_per_page = page_size * (shape.num_layers * width * 4 + slots * (shape.index_dim + 4))
     assert allocated == pages * bytes_per_page + cp_size * bytes_per_page
+
+
+def alive_tensors() -> dict[int, torch.Tensor]:
+    """Every tensor that something still holds, by identity."""
+    gc.collect()
+    return {id(thing): thing for thing in gc.get_objects() if type(thing) is torch.Tensor}
+
+
+def test_nothing_holds_a_full_copy_at_rest(hot_model: Callable, prompt: Callable) -> None:
+    """After a prefill with history, what is alive beside the pools is less than one layer of one copy."""
+    _, model = hot_model("glm5", torch.float32)
+    before = alive_tensors()
+    ranks = ThreadedRanks(
+        model, model.shape.geometry(16, "float32", "float32"), cp_size=4, shared=True, num_pages=pages_of([400], 16, 4)
+    )
+    trace = ranks.prefill({"a": prompt(400)}, chunk_size=150)
+    pages = len(trace.pages["a"])
+    del trace
+    own = {id(memory) for pool in ranks.pools for memory in (pool.latent, pool.index)}
+    left = [t for key, t in alive_tensors().items() if key not in before and key not in own]
+    copy = pages * ranks.pools[0].geometry.page_bytes
+    held = sum(tensor.numel() * tensor.element_size() for tensor in left)
+    assert held < copy / model.shape.num_layers, f"{held} bytes are held at rest, and a full copy has {copy}"
+    for pool in ranks.pools:
+        assert pool.allocated_bytes < copy / 2, "a pool is as large as a full copy"
+
+
+def test_scratch_is_counted_and_holds_one_layer(hot_model: Callable, prompt: Callable) -> None:
+    """The same prompt through two and through four layers holds the same scratch: a layer's, not a model's."""
+    scratch = []
+    for layers in (2, 4):
+        _, model = hot_model("glm5", torch.float32, shape=TinyShape(num_hidden_layers=layers))
+        geometry = model.shape.geometry(16, "float32", "float32")
+        ranks = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=pages_of([400], 16, 4))
+        ranks.prefill({"a": prompt(400)}, chunk_size=150)
+        scratch.append([counters.scratch_bytes for counters in ranks.counters])
+    one_layer = 400 * (64 + 16 + 32) * 4
+    assert scratch[0] == scratch[1]
+    assert all(one_layer <= held <= 3 * one_layer for held in scratch[0]), f"{scratch[0]} bytes for {one_layer}"

@@ -47,14 +47,17 @@ def encode_index_keys(keys: torch.Tensor, dtype: IndexDtype) -> torch.Tensor:
 def decode_index_keys(stored: torch.Tensor, dtype: IndexDtype, compute_dtype: torch.dtype) -> torch.Tensor:
     """Stored rows uint8 [tokens, index_row_bytes] as keys [tokens, index_dim] in the dtype of scoring."""
     if dtype != "fp8":
-        return stored.view(torch_dtype(dtype)).to(compute_dtype)
+        # Always a copy: tiles of it are then aligned alike whatever view they came from.
+        return stored.view(torch_dtype(dtype)).to(compute_dtype, copy=True)
     keys = stored[:, :-FP8_SCALE_BYTES].view(torch.float8_e4m3fn)
-    scale = stored[:, -FP8_SCALE_BYTES:].contiguous().view(torch.float32)
+    # A fresh buffer, since a slice of one row counts as contiguous wherever it starts and floats must be aligned.
+    scale = torch.empty(len(stored), 1, dtype=torch.float32, device=stored.device)
+    scale.view(torch.uint8).copy_(stored[:, -FP8_SCALE_BYTES:])
     return keys.to(compute_dtype) * scale.to(compute_dtype)
 
 
-def _key_and_scale(blocks: torch.Tensor, page_size: int, key_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks uint8 [blocks, block_bytes] as keys [blocks, page_size, key_bytes] and what follows them."""
+def split_index_blocks(blocks: torch.Tensor, page_size: int, key_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of blocks uint8 [blocks, block_bytes]: keys [blocks, page_size, key_bytes] and scales [.., .., 4 or 0]."""
     keys = blocks[:, : page_size * key_bytes].unflatten(1, (page_size, key_bytes))
     scales = blocks[:, page_size * key_bytes :]
     return keys, scales.unflatten(1, (page_size, -1)) if scales.shape[1] else scales
@@ -79,7 +82,7 @@ def store_index_keys(
         page_size: tokens of a block.
         key_bytes: bytes of a key without its scale.
     """
-    keys, scales = _key_and_scale(blocks, page_size, key_bytes)
+    keys, scales = split_index_blocks(blocks, page_size, key_bytes)
     keys[block_numbers, offsets] = stored[:, :key_bytes]
     if stored.shape[1] > key_bytes:
         scales[block_numbers, offsets] = stored[:, key_bytes:]
@@ -100,7 +103,7 @@ def unpack_index_keys(
     Returns:
         Stored rows, uint8 [tokens, index_row_bytes].
     """
-    keys, scales = _key_and_scale(blocks.index_select(0, block_numbers), page_size, key_bytes)
+    keys, scales = split_index_blocks(blocks.index_select(0, block_numbers), page_size, key_bytes)
     parts = [keys.flatten(0, 1)[:tokens]]
     if scales.shape[1]:
         parts.append(scales.flatten(0, 1)[:tokens])

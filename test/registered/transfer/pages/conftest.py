@@ -164,7 +164,8 @@ class Prefill:
         """Allocate a request's pages and let each owner store the rows of its own."""
         self.lengths[name] = tokens
         pages = self.allocator.allocate(name, self.placement.pages_for(tokens))
-        spec = BatchSpec(0, (Segment(name, 0, (0,) * tokens, pages, True),), "zigzag", "full")
+        view = "replicated" if self.placement.cp_size == 1 else "full"
+        spec = BatchSpec(0, (Segment(name, 0, (0,) * tokens, pages, True),), "zigzag", view)
         plan = BatchPlan.build(spec, self.placement, self.cp_size)
         for layer, slot in enumerate(self.geometry.slots):
             latent, index = rows_of(name, tokens, layer, self.geometry)

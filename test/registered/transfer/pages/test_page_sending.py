@@ -1,4 +1,4 @@
-"""Pages from prefill ranks to a decode worker: each once, by its owner, to a place of the decode worker's own choosing."""
+"""Pages from prefill ranks to a decode worker: each once, by its owner, to a place that the decode worker chose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.mooncake import MooncakeBackend
 
-register_cpu_ci(est_time=12, suite="transfer")
+register_cpu_ci(est_time=9, suite="transfer")
 
 HandOver = Callable[..., list[torch.Tensor]]
 MakeGeometry = Callable[..., PoolGeometry]

@@ -15,7 +15,7 @@ from cpkv.errors import AllocatorError, CapacityError, ConfigError
 from cpkv.layout.placement import Page, PagePlacement
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="unit")
+register_cpu_ci(est_time=2, suite="unit")
 
 NAMES = st.sampled_from("abcd")
 

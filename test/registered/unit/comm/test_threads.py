@@ -14,7 +14,7 @@ from cpkv.errors import NumericsError, PlanError, WorkerDiedError
 from cpkv.testing.ranks import run_on_ranks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="unit")
+register_cpu_ci(est_time=3, suite="unit")
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -130,10 +130,10 @@ def test_the_first_cause_stays_and_ranks_that_come_later_hear_it() -> None:
     [
         (
             [("rows", (2, 3)), ("rows", (1, 3))],
-            r"the ranks are not in the same collective: rows \(1, 3\), rows \(2, 3\)",
+            r"the ranks are not in the same collective: rows \(1, 3\) torch.float32, rows \(2, 3\) torch.float32",
         ),
-        ([("rows", (2,)), ("rows", (2, 1))], r"rows \(2, 1\), rows \(2,\)"),
-        ([("rows", (2,)), ("keys", (2,))], r"keys \(2,\), rows \(2,\)"),
+        ([("rows", (2,)), ("rows", (2, 1))], r"rows \(2, 1\) torch.float32, rows \(2,\) torch.float32"),
+        ([("rows", (2,)), ("keys", (2,))], r"keys \(2,\) torch.float32, rows \(2,\) torch.float32"),
     ],
     ids=["size", "dimensions", "label"],
 )
@@ -151,11 +151,6 @@ def test_different_collectives_are_refused_on_every_rank(
     run_on_ranks(group, work)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=pytest.fail.Exception,
-    reason="label and shape are compared, the dtype is not, and the bytes are converted",
-)
 def test_different_dtypes_are_refused_on_every_rank() -> None:
     """Kind 32: processes over gloo would read the other rank's bytes as something else."""
     group = ThreadGroup(2)
@@ -169,18 +164,17 @@ def test_different_dtypes_are_refused_on_every_rank() -> None:
 
 
 def test_a_collective_behind_a_condition_of_one_rank_ends_and_shows_in_the_sequences() -> None:
-    """Kind 32: rank 1 leaves a collective out; rank 0 gives up after the time that the group was given."""
+    """Kind 32: rank 1 leaves the collective out; rank 0 gives up after the time that the group was given."""
     group = ThreadGroup(2, timeout_s=0.05)
     comms = [group.communicator(rank, record=True) for rank in range(2)]
 
     def work(rank: int) -> None:
-        comms[rank].all_gather(torch.zeros(1), "all")
         if rank == 0:
             with pytest.raises(WorkerDiedError, match="'mine' cannot finish: a rank did not arrive in time"):
                 comms[rank].all_gather(torch.zeros(1), "mine")
 
     run_on_ranks(group, work)
-    assert comms[0].sequence != comms[1].sequence
+    assert comms[0].sequence == [Collective("all_gather", "mine", (1,), "torch.float32")] != comms[1].sequence
 
 
 def test_a_group_of_one_needs_nobody() -> None:
@@ -196,4 +190,4 @@ def test_no_thread_outlives_a_group() -> None:
     before = threading.active_count()
     group = ThreadGroup(4)
     run_on_ranks(group, lambda rank: group.communicator(rank).all_gather(torch.zeros(1), "rows"))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before

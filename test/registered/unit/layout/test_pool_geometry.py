@@ -142,7 +142,6 @@ def test_num_pages_that_do_not_fit_are_refused_with_a_number_that_does(cp_size: 
             assert advised - num_pages < cp_size, "more pages than it takes"
 
 
-@pytest.mark.xfail(strict=True, reason="the advice rounds up to a multiple, which may be the reserved pages alone")
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_fewer_pages_than_ranks_are_refused_with_a_number_that_suffices(num_pages: int) -> None:
     placement = PagePlacement(64, 4)

@@ -8,7 +8,7 @@ import sys
 
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="unit")
+register_cpu_ci(est_time=1, suite="unit")
 
 CODE = """
 import importlib, json, pkgutil, sys

@@ -12,7 +12,7 @@ from cpkv.errors import PlanError
 from cpkv.layout.split import TokenSplit, split_tokens
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="unit")
+register_cpu_ci(est_time=2, suite="unit")
 
 STRATEGIES: tuple[SplitStrategy, ...] = ("zigzag", "interleave")
 Triple = tuple[int, int, int, int]

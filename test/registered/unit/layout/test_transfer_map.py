@@ -16,7 +16,7 @@ from cpkv.layout.schedule import next_batch
 from cpkv.layout.transfer_map import PageMove, page_moves, sender_of_positions
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="unit")
+register_cpu_ci(est_time=1, suite="unit")
 
 
 def shuffled_pages(count: int, *, seed: int, first: int = 100) -> tuple[int, ...]:

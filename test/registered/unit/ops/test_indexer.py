@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cpkv.errors import NumericsError
 from cpkv.ops.reference.indexer import KEY_TILE, exact_topk, indexer_scores
-from cpkv.testing.bits import assert_same_bits
+from cpkv.testing.bits import assert_same_bits, first_difference
 from cpkv.testing.registration import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="unit")
@@ -39,8 +39,10 @@ def check_topk(rows: list[list[float]], limits: list[int], k: int, dtype: torch.
     scores.masked_fill_(hidden, NEG_INF)
     chosen = exact_topk(scores, torch.tensor(limits), k)
     assert chosen.dtype == torch.int64
-    wanted = [naive_topk(row, limit, k) for row, limit in zip(scores.tolist(), limits, strict=True)]
-    assert chosen.tolist() == wanted
+    for query, (row, limit) in enumerate(zip(scores.tolist(), limits, strict=True)):
+        wanted = torch.tensor(naive_topk(row, limit, k))
+        difference = first_difference(chosen[query], wanted)
+        assert not difference, f"query {query} of limit {limit}, k {k}: {difference}"
 
 
 TIED = st.sampled_from([-1.5, -0.0, 0.0, 0.0, 0.25, 1.0, 3.0, NEG_INF, math.inf])

@@ -16,7 +16,7 @@ from cpkv.ops.words import as_words
 from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="unit")
+register_cpu_ci(est_time=4, suite="unit")
 
 DTYPES: dict[LatentDtype, torch.dtype] = {
     "float64": torch.float64,

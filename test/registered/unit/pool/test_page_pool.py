@@ -22,7 +22,7 @@ from cpkv.pool.page_pool import PagePool
 from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="unit")
+register_cpu_ci(est_time=3, suite="unit")
 
 Format = tuple[str, str]
 # Two layers share the choice of the layer before them and store no index keys.
