@@ -28,7 +28,7 @@ StoredIndexDtype = Annotated[
 CpSize = Annotated[int, typer.Option(help="Prefill ranks, 1 to 8; 1 means no sharing.", rich_help_panel=GROUP)]
 CpStrategy = Annotated[
     Literal["zigzag", "interleave"],
-    typer.Option(help="How the tokens of a batch are split over the ranks.", rich_help_panel=GROUP),
+    typer.Option(help="How tokens are split: zigzag or interleave.", metavar="NAME", rich_help_panel=GROUP),
 ]
 EnableCpSharedKv = Annotated[
     bool | None,
@@ -53,7 +53,11 @@ NumPages = Annotated[
 ]
 Transfer = Annotated[
     Literal["mooncake", "inprocess"],
-    typer.Option(help="mooncake: processes and TCP; inprocess: threads of one process.", rich_help_panel=GROUP),
+    typer.Option(
+        help="mooncake (processes and TCP) or inprocess (threads).",
+        metavar="NAME",
+        rich_help_panel=GROUP,
+    ),
 ]
 PromptTokens = Annotated[int, typer.Option(help="Tokens of the longest prompt.", rich_help_panel=REQUESTS)]
 PromptFile = Annotated[

@@ -47,6 +47,7 @@ def serve_commands(
             if isinstance(command, StopWorker):
                 if worker is not None:
                     worker.close()
+                    worker = None
                 channel.send(Done())
                 return
             try:

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import torch
 
-from cpkv.errors import CheckpointError
-
 
 @dataclass(frozen=True)
 class Rotation:
@@ -38,16 +36,12 @@ class Rotation:
 def float64_frequencies(rope: dict[str, Any], dim: int) -> tuple[torch.Tensor, float]:
     """Frequencies float64 [dim / 2] and the factor on cosines and sines, for default and yarn (arXiv 2309.00071).
 
-    Raises:
-        CheckpointError: another rope type.
+    Other types are refused when the configuration is read.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     plain = rope["rope_theta"] ** -exponents
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
+    if rope.get("rope_type", "default") == "default":
         return plain, 1.0
-    if kind != "yarn":
-        raise CheckpointError(f"rope_type is {kind!r}; in float64 only 'default' and 'yarn' are implemented")
     factor, theta = rope["factor"], rope["rope_theta"]
     original = rope["original_max_position_embeddings"]
 

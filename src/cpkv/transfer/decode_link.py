@@ -71,7 +71,7 @@ class DecodeLink:
         try:
             self._channel.send(question)
             reply = self._channel.receive(self._wait())
-        except TransferError:
+        except BaseException:
             # The answer may still come, and would be taken for that of the next question.
             self.close()
             raise
@@ -89,7 +89,7 @@ class DecodeLink:
             while not selector.select(min(WATCH_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
                 self._watch()
                 if time.monotonic() > deadline:
-                    break
+                    raise TransferError(f"{self._channel.peer} sent no whole message for {self._timeout_s} s")
         return max(deadline - time.monotonic(), WATCH_INTERVAL_S)
 
     def close(self) -> None:

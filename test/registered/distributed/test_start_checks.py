@@ -28,6 +28,7 @@ from cpkv.model.shape import ModelShape
 from cpkv.protocol.messages import (
     Failed,
     FromDecode,
+    Hello,
     PoolDescription,
     ReleaseRequest,
     Sampling,
@@ -116,7 +117,7 @@ def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster]) -> Non
 def test_a_decode_worker_that_never_answers() -> None:
     with taken_port() as port:
         with pytest.raises(TransferError, match=f"handshake with the decode worker at 127.0.0.1:{port} failed"):
-            DecodeLink("127.0.0.1", port, DESCRIPTION, SENDER, timeout_s=0.3)
+            DecodeLink("127.0.0.1", port, Hello("", DESCRIPTION, SENDER), timeout_s=0.3)
 
 
 def test_a_decode_worker_with_cp(start: Callable[..., Cluster]) -> None:
@@ -237,6 +238,7 @@ DESCRIPTION = PoolDescription(
     transfer="inprocess",
 )
 SENDER = SenderDescription(rank=0, cp_size=2, strategy="zigzag")
+SECRET = "of this run"
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +250,8 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         settings=SETTINGS,
         checkpoint=str(checkpoint),
         prepared=str(prepared),
+        model="this model",
+        secret=SECRET,
         num_pages=8,
         port=0,
         threads=1,
@@ -257,7 +261,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         port = worker.ready().port
         shape = ModelShape.from_config(read_config(checkpoint), 1e-6)
-        yield port, describe_pool(shape, shape.geometry(16, "float32", "float32"), SETTINGS)
+        yield port, describe_pool("this model", shape, shape.geometry(16, "float32", "float32"), SETTINGS)
     finally:
         worker.close()
 
@@ -265,7 +269,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_equal_pools_are_welcome_whatever_the_split(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
     for sender in (SENDER, SenderDescription(rank=7, cp_size=8, strategy="interleave")):
-        link = DecodeLink("127.0.0.1", port, pool, sender)
+        link = DecodeLink("127.0.0.1", port, Hello(SECRET, pool, sender))
         assert link.welcome.pool == pool
         assert [region.length for region in link.welcome.regions] == [8 * 4 * 16 * 320, 8 * 4 * 16 * 128]
         link.close()
@@ -292,7 +296,7 @@ def test_each_field_that_differs_is_refused(served: tuple[int, PoolDescription],
     port, pool = served
     theirs = msgspec.structs.replace(pool, **{name: OTHER[name]})
     with pytest.raises(HandshakeError) as refusal:
-        DecodeLink("127.0.0.1", port, theirs, SENDER)
+        DecodeLink("127.0.0.1", port, Hello(SECRET, theirs, SENDER))
     differing = f"{name}: prefill has {OTHER[name]!r}, decode has {getattr(pool, name)!r}"
     assert f"the pools differ: {differing}; start both workers with the same settings" in str(refusal.value)
 
@@ -300,14 +304,22 @@ def test_each_field_that_differs_is_refused(served: tuple[int, PoolDescription],
 def test_every_field_that_differs_is_listed(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
     with pytest.raises(HandshakeError) as refusal:
-        DecodeLink("127.0.0.1", port, msgspec.structs.replace(pool, **OTHER), SENDER)
+        DecodeLink("127.0.0.1", port, Hello(SECRET, msgspec.structs.replace(pool, **OTHER), SENDER))
     for name, value in OTHER.items():
         assert f"{name}: prefill has {value!r}" in str(refusal.value)
 
 
+def test_another_secret_is_refused_and_told_nothing(served: tuple[int, PoolDescription]) -> None:
+    port, pool = served
+    for guess in ("", "of another run", SECRET + " "):
+        with pytest.raises(HandshakeError, match="the secret is not that of this run") as refusal:
+            DecodeLink("127.0.0.1", port, Hello(guess, msgspec.structs.replace(pool, page_size=32), SENDER))
+        assert "page_size" not in str(refusal.value)
+
+
 def test_strangers_cannot_disturb_it(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
-    friend = DecodeLink("127.0.0.1", port, pool, SENDER)
+    friend = DecodeLink("127.0.0.1", port, Hello(SECRET, pool, SENDER))
     for frame in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\xc1", b"\0\0\0\x09\x80\x04}q\0.xxx"):
         with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as stranger:
             stranger.sendall(frame)

@@ -19,7 +19,7 @@ from cpkv.cache.allocator import PageAllocator
 from cpkv.config.settings import EngineSettings
 from cpkv.engine import cluster as cluster_module
 from cpkv.engine.cluster import Cluster
-from cpkv.engine.commands import RunBatch, SendPages
+from cpkv.engine.commands import RowDigest, RowDigestIs, RunBatch, SendPages
 from cpkv.engine.decode_worker import DecodeWorker
 from cpkv.engine.generation import generate
 from cpkv.engine.prefill import PrefillReport, PrefillScheduler
@@ -34,8 +34,6 @@ from cpkv.protocol.messages import (
     FinishTransfer,
     PagesSent,
     ReleaseRequest,
-    RowDigests,
-    RowDigestsAre,
 )
 from cpkv.testing.checkpoints import write_hot_checkpoint
 from cpkv.testing.leaks import nothing_left_behind
@@ -120,7 +118,7 @@ def start(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         workers.append(worker)
         requests = worker._server._requests
         handle = requests.handle
-        requests.handle = lambda message: (log.append(message), handle(message))[1]  # type: ignore[method-assign]
+        requests.handle = lambda message, sender: (log.append(message), handle(message, sender))[1]  # type: ignore[method-assign]
 
     monkeypatch.setattr(DecodeWorker, "__init__", init)
     monkeypatch.setattr(cluster_module, "InProcessFabric", lambda: fabric)
@@ -328,8 +326,8 @@ def test_a_request_that_failed_can_be_tried_again(start: Callable[..., Group]) -
         [message.attempt for message in group.decode_log if type(message).__name__ == kind]
         for kind in ("AbortTransfer", "OpenTransfer")
     )
-    assert aborted == [1]
-    assert opened == [1, 2]
+    assert aborted == opened[:1]
+    assert len(set(opened)) == 2, "an attempt has a number of its own"
     group.release("a")
     check_whole(scheduler.allocator)
 
@@ -351,10 +349,10 @@ def test_pages_are_not_used_again_while_a_write_still_reads_them(start: Callable
     report = scheduler.run([second])
     assert not report.failures
     assert not stuck & set(scheduler.allocator.allocate("probe", scheduler.allocator.free_pages))
-    before = group.cluster.ask_decode(RowDigests("b"), RowDigestsAre).digests
+    before = group.cluster.command_decode(RowDigest("b"), RowDigestIs).digest
     group.fabric.release()
     group.cluster.close_pool()
-    assert group.cluster.ask_decode(RowDigests("b"), RowDigestsAre).digests == before, (
+    assert group.cluster.command_decode(RowDigest("b"), RowDigestIs).digest == before, (
         "a late write hit the next request"
     )
     group.release("b")

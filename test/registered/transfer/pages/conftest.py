@@ -6,6 +6,7 @@ alone, so that each mode and each number of ranks must bring the same; whatever 
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -75,10 +76,11 @@ class Decode:
         self.backend = backend
         for span in self.pool.regions():
             backend.register(Region(*span))
-        requests = DecodeRequests(SimpleNamespace(pool=self.pool), self.allocator, self.placement)  # type: ignore[arg-type]
+        model = SimpleNamespace(shape=SimpleNamespace(vocab_size=512))
+        requests = DecodeRequests(SimpleNamespace(pool=self.pool, model=model), self.allocator, self.placement)  # type: ignore[arg-type]
         self.log: list[Any] = []
         handle = requests.handle
-        requests.handle = lambda message: (self.log.append(message), handle(message))[1]  # type: ignore[method-assign]
+        requests.handle = lambda message, sender: (self.log.append(message), handle(message, sender))[1]  # type: ignore[method-assign]
         self._server = DecodeServer(
             listen("127.0.0.1", 0),
             requests,
@@ -87,6 +89,8 @@ class Decode:
                 backend.session_id,
                 tuple(m.MemoryRegion(*span) for span in self.pool.regions()),
             ),
+            secret="",
+            lock=threading.Lock(),
             threads=1,
         )
         self._server.start()
@@ -158,7 +162,7 @@ class Prefill:
 
     def _connect(self, decode: Decode, rank: int) -> DecodeLink:
         sender = m.SenderDescription(rank=rank, cp_size=self.cp_size, strategy="zigzag")
-        return DecodeLink("127.0.0.1", decode.port, describe(self.geometry, decode.backend.name), sender)
+        return DecodeLink("127.0.0.1", decode.port, m.Hello("", describe(self.geometry, decode.backend.name), sender))
 
     def write(self, name: str, tokens: int) -> None:
         """Allocate a request's pages and let each owner store the rows of its own."""

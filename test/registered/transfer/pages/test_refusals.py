@@ -163,7 +163,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one(prefill: Any) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     sender = m.SenderDescription(rank=-1, cp_size=2, strategy="zigzag")
-    link = DecodeLink("127.0.0.1", listener.getsockname()[1], welcome.pool, sender, timeout_s=1.0)
+    link = DecodeLink("127.0.0.1", listener.getsockname()[1], m.Hello("", welcome.pool, sender), timeout_s=1.0)
     answers = []
     with pytest.raises(TransferError, match="sent no whole message for 1.0 s"):
         link.ask(m.OpenTransfer("a", 1, 3, 1, (0,), m.Sampling()), m.TransferOpened)
@@ -177,3 +177,19 @@ def test_a_late_answer_is_not_taken_for_the_next_one(prefill: Any) -> None:
         thread.join()
         listener.close()
     assert answers in ([], [m.TransferOpened("b", 2, (9,))])
+
+
+def test_an_interrupted_question_ends_the_connection(prefill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill.write("a", 5)
+    link = prefill.scheduler
+
+    def interrupt(timeout_s: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link._channel, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prefill.open("a")
+    with pytest.raises(TransferError):
+        link.ask(m.AbortTransfer("a", 1, "interrupted", writes_may_land=False), m.Done)
+    assert link.closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -50,6 +51,9 @@ class Puppet(WorkerHandle):
 
     def kill(self) -> None:
         self.ended.append("killed")
+
+    def wait(self, timeout_s: float) -> None:
+        self.ended.append("waited for")
 
     def stop(self) -> None:
         self.ended.append("stopped")
@@ -179,6 +183,27 @@ def test_a_reply_that_is_none_names_the_worker(watched: WorkerSet, workers: list
         ask_ranks(watched, workers)
 
 
+@pytest.mark.xfail(strict=True, reason="a command that was interrupted leaves its reply to the next one")
+def test_a_reply_to_an_interrupted_command_is_not_taken(
+    watched: WorkerSet, workers: list[Puppet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(timeout_s: float | None = None) -> Any:
+        raise KeyboardInterrupt
+
+    workers[0].replies.send(PoolOpened(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(workers[0].channel, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ask_ranks(watched, workers, OpenPool(True, 4))
+    for worker in workers[:2]:
+        worker.replies.send(Done())
+    try:
+        replies = ask_ranks(watched, workers, ClosePool())
+    except CpkvError:
+        return
+    assert list(replies.values()) == [Done(), Done()]
+
+
 def test_healthy_workers_are_stopped(watched: WorkerSet, workers: list[Puppet]) -> None:
     watched.close()
     watched.close()
@@ -262,7 +287,9 @@ def test_a_failed_command_is_answered_and_the_worker_goes_on(served: Served) -> 
     assert ask(channel, ReadCounters()) == Done()
     assert ask(channel, BATCH) == Failed("NumericsError", "a score is NaN", "rank 5")
     assert causes == ["RunBatch: a score is NaN"], "the others of the group must be let go"
-    assert ask(channel, OpenPool(True, 2)) == Failed("CpkvError", "KeyError: 'latent'", "rank 5")
+    unexpected = ask(channel, OpenPool(True, 2))
+    assert (unexpected.kind, unexpected.where) == ("CpkvError", "rank 5")
+    assert re.fullmatch(r"KeyError: 'latent' \(in .* at test_workers.py:\d+\)", unexpected.message)
     assert ask(channel, ReadCounters()) == PoolOpened(7)
     assert ask(channel, StopWorker()) == Done()
     assert len(made) == 1
@@ -270,7 +297,7 @@ def test_a_failed_command_is_answered_and_the_worker_goes_on(served: Served) -> 
 
 def test_a_worker_that_cannot_start_says_why_and_may_be_told_again(served: Served) -> None:
     channel, made, _, _ = served
-    assert ask(channel, ClosePool()) == Failed("CpkvError", "RuntimeError: no such model", "rank 5")
+    assert ask(channel, ClosePool()).message.startswith("RuntimeError: no such model (in make at test_workers.py:")
     assert made == []
     assert ask(channel, ReadCounters()) == Done()
 

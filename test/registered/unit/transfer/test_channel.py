@@ -25,6 +25,7 @@ from cpkv.protocol.messages import (
     Failed,
     FinishTransfer,
     FromDecode,
+    Hello,
     OpenTransfer,
     PagesSent,
     PoolDescription,
@@ -260,7 +261,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_questio
         worker = threading.Thread(target=decode_worker, args=(listener,))
         worker.start()
         sender = SenderDescription(rank=-1, cp_size=4, strategy="zigzag")
-        link = DecodeLink("127.0.0.1", listener.getsockname()[1], POOL, sender, timeout_s=1)
+        link = DecodeLink("127.0.0.1", listener.getsockname()[1], Hello("", POOL, sender), timeout_s=1)
         try:
             with pytest.raises(TransferError, match="sent no whole message for 1 s"):
                 link.ask(OpenTransfer("r", 1, 4, 1, (0,), Sampling()), TransferOpened)
