@@ -70,6 +70,17 @@ class WorkerSet:
         if self._broken:
             raise WorkerDiedError(f"the group cannot be used any more: {self._broken}; start another")
         doing = type(next(iter(commands.values()))).__name__
+        try:
+            return self._call(commands, doing, timeout_s)
+        except CpkvError:
+            raise
+        except BaseException:
+            self._broken = f"{doing} was interrupted, and replies to it may still come"
+            raise
+
+    def _call(
+        self, commands: Mapping[WorkerHandle, Any], doing: str, timeout_s: float | None
+    ) -> dict[WorkerHandle, Any]:
         for worker, command in commands.items():
             try:
                 worker.channel.send(command)

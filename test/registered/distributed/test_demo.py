@@ -219,7 +219,7 @@ def test_people_get_a_table(cpkv: Run) -> None:
     assert ended.status == 0, ended.err
     with pytest.raises(json.JSONDecodeError):
         json.loads(ended.out)
-    for words in ("answers right", "5 of 5", "equal to replicated", "capacity ratio", "pages sent by rank"):
+    for words in ("answers right", "5 of 5", "equal to replicated", "capacity for these bytes", "pages sent by rank"):
         assert words in ended.out
 
 

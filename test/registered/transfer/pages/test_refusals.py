@@ -48,7 +48,7 @@ def test_a_page_is_taken_once_and_from_its_owner(prefill: Any) -> None:
         ((0, 0), "names a page position twice"),
     ):
         with pytest.raises(ProtocolError, match=words):
-            prefill.scheduler.ask(m.PagesSent("a", 1, 0, positions), m.Done)
+            prefill.links[1].ask(m.PagesSent("a", 1, 0, positions), m.Done)
     prefill.finish("a")
     with pytest.raises(ProtocolError, match="was finished before"):
         prefill.finish("a")
@@ -56,7 +56,7 @@ def test_a_page_is_taken_once_and_from_its_owner(prefill: Any) -> None:
     prefill.open("b")
     owner = prefill.placement.owner(prefill.allocator.pages_of("b")[0])
     with pytest.raises(ProtocolError, match=f"position 0 belongs to rank {owner} and came from rank {(owner + 1) % 3}"):
-        prefill.scheduler.ask(m.PagesSent("b", 1, (owner + 1) % 3, (0,)), m.Done)
+        prefill.links[(owner + 1) % 3 + 1].ask(m.PagesSent("b", 1, (owner + 1) % 3, (0,)), m.Done)
 
 
 def test_what_belongs_to_an_earlier_attempt_is_refused(prefill: Any, decode: Any) -> None:
@@ -64,7 +64,7 @@ def test_what_belongs_to_an_earlier_attempt_is_refused(prefill: Any, decode: Any
     prefill.open("a", attempt=1)
     prefill.scheduler.ask(m.AbortTransfer("a", 1, "a test", writes_may_land=True), m.Done)
     with pytest.raises(ProtocolError, match="request a is not open here"):
-        prefill.scheduler.ask(m.PagesSent("a", 1, 0, (0,)), m.Done)
+        prefill.links[1].ask(m.PagesSent("a", 1, 0, (0,)), m.Done)
     targets = prefill.open("a", attempt=2)
     late = [
         m.PagesSent("a", 1, prefill.placement.owner(prefill.allocator.pages_of("a")[0]), (0,)),
@@ -73,7 +73,8 @@ def test_what_belongs_to_an_earlier_attempt_is_refused(prefill: Any, decode: Any
     ]
     for message in late:
         with pytest.raises(ProtocolError, match="a message of attempt 1 came during attempt 2; dropped"):
-            prefill.scheduler.ask(message, object)
+            sender = message.rank if isinstance(message, m.PagesSent) else -1
+            prefill.links[sender + 1].ask(message, object)
     prefill.send("a", targets, attempt=2)
     prefill.finish("a", attempt=2)
     assert decode.allocator.quarantined_pages == 8

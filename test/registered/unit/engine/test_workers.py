@@ -183,7 +183,6 @@ def test_a_reply_that_is_none_names_the_worker(watched: WorkerSet, workers: list
         ask_ranks(watched, workers)
 
 
-@pytest.mark.xfail(strict=True, reason="a command that was interrupted leaves its reply to the next one")
 def test_a_reply_to_an_interrupted_command_is_not_taken(
     watched: WorkerSet, workers: list[Puppet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
