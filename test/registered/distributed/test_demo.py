@@ -232,13 +232,15 @@ class Dump:
         self.pool = load_file(folder / "decode_pool.safetensors")
 
     def latent_rows(self, request: str, layer: int) -> torch.Tensor:
-        """The stored rows of a request's tokens, found through its page table: uint8 [tokens, row bytes]."""
-        pages = self.pool["latent"][self.pool[f"page_table.{request}"], layer]
-        return pages.flatten(0, 1)[: int(self.pool[f"stored_tokens.{request}"])]
+        """The stored rows of a request's tokens, found through its page table: [tokens, values]."""
+        return self._rows("latent", request, layer)
 
-    def index_rows(self, request: str, slot: int, row_bytes: int) -> torch.Tensor:
-        """The same of index keys that have no scales."""
-        pages = self.pool["index"][self.pool[f"page_table.{request}"], slot].unflatten(-1, (-1, row_bytes))
+    def index_rows(self, request: str, slot: int) -> torch.Tensor:
+        """The stored index keys of a request's tokens: [tokens, values]."""
+        return self._rows("index_keys", request, slot)
+
+    def _rows(self, part: str, request: str, layer: int) -> torch.Tensor:
+        pages = self.pool[part][self.pool[f"page_table.{request}"], layer]
         return pages.flatten(0, 1)[: int(self.pool[f"stored_tokens.{request}"])]
 
 
@@ -272,12 +274,12 @@ def check_rows(dump: Dump, request: str, stored: dict[str, torch.Tensor]) -> Non
     """Rows that the reference would store, layer by layer, against the dumped pool."""
     latent = [rows for name, rows in stored.items() if name.endswith("self_attn.rows")]
     index = [keys for name, keys in stored.items() if name.endswith("indexer.keys")]
-    assert (len(latent), len(index)) == (dump.pool["latent"].shape[1], dump.pool["index"].shape[1])
+    assert (len(latent), len(index)) == (dump.pool["latent"].shape[1], dump.pool["index_keys"].shape[1])
     for layer, rows in enumerate(latent):
-        ours = dump.latent_rows(request, layer).contiguous().view(torch.float64)
+        ours = dump.latent_rows(request, layer)
         torch.testing.assert_close(ours, rows, rtol=0, atol=1e-9, msg=lambda text, at=layer: f"layer {at}: {text}")
     for slot, keys in enumerate(index):
-        ours = dump.index_rows(request, slot, 8 * keys.shape[1]).contiguous().view(torch.float64)
+        ours = dump.index_rows(request, slot)
         torch.testing.assert_close(ours, keys, rtol=0, atol=1e-9, msg=lambda text, at=slot: f"slot {at}: {text}")
 
 
