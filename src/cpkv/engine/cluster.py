@@ -267,7 +267,8 @@ class Cluster:
                 )
             reply = self._link.ask(question, answer)
         except TransferError:
-            self.workers.check_alive_soon(doing)
+            if self._link is None or self._link.closed:
+                self.workers.check_alive_soon(doing)
             raise
         self.workers.check_alive(doing)
         return reply

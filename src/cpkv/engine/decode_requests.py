@@ -113,7 +113,7 @@ class DecodeRequests:
 
     def _pages_sent(self, message: m.PagesSent) -> m.Done:
         request = self._request(message.request_id)
-        request.arrivals.record(message.attempt, message.rank, message.positions)
+        request.arrivals.check(message.attempt, message.rank, message.positions)
         for position, digest in zip(message.positions, message.digests, strict=False):
             arrived = self._pool.page_digest(self._placement.local_page(request.pages[position]))
             if arrived != digest:
@@ -121,6 +121,7 @@ class DecodeRequests:
                     f"request {message.request_id}: page position {position} of rank {message.rank} left with digest "
                     f"{digest[:12]} and arrived with {arrived[:12]}"
                 )
+        request.arrivals.record(message.attempt, message.rank, message.positions)
         return m.Done()
 
     def _finish(self, message: m.FinishTransfer) -> m.TransferComplete:

@@ -133,6 +133,11 @@ class BatchPlan:
     token_ids: IntArray
     pages: IntArray
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch, over all segments."""
+        return len(self.positions)
+
     @classmethod
     def build(cls, spec: BatchSpec, placement: PagePlacement, cp_size: int) -> BatchPlan:
         """Derive the plan.

@@ -47,7 +47,13 @@ class Arrivals:
             )
 
     def record(self, attempt: int, rank: int, positions: Sequence[int]) -> None:
-        """Note that a rank's pages are there; all of them or, on an error, none.
+        """Note that a rank's pages are there; all of them or, on an error of `check`, none."""
+        self.check(attempt, rank, positions)
+        for position in positions:
+            self._arrived[position] = True
+
+    def check(self, attempt: int, rank: int, positions: Sequence[int]) -> None:
+        """Refuse pages that must not arrive now.
 
         Raises:
             ProtocolError: another attempt, a position out of range, from the wrong rank, or for the second time.
@@ -67,8 +73,6 @@ class Arrivals:
                 )
             if self._arrived[position]:
                 raise ProtocolError(f"request {self.request_id}: page position {position} was sent twice")
-        for position in positions:
-            self._arrived[position] = True
 
     def check_complete(self, attempt: int) -> None:
         """Refuse to start while positions are missing.
