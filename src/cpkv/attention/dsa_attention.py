@@ -97,6 +97,13 @@ class DsaAttention:
             for start in range(first, last, block):
                 yield segment, start, min(start + block, last)
 
+    def key_bytes(self, tokens: int) -> int:
+        """Bytes that the index keys of a request of that many tokens take while they are scored, stored and decoded."""
+        if tokens <= self.topk:
+            return 0
+        item = torch.empty((), dtype=self.compute_dtype).element_size()
+        return tokens * (self.row_format.index_row_bytes + self.row_format.index_dim * item)
+
     def choose(self, view_rows: LayerRows, local: LocalTokens, index: IndexInputs) -> list[Choice]:
         """Choose the keys of each of this rank's tokens, exactly.
 

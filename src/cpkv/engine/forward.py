@@ -115,6 +115,8 @@ class ForwardPass:
                 self._diagnostics.compare_view(plan, layer, view, rows)
             if projected.attention.index is not None:
                 choices = self._attention.choose(rows, local, projected.attention.index)
+                ends = [plan.spec.segments[number].end for number, _, _ in local.runs]
+                cost.hold(rows.held_bytes + max(map(self._attention.key_bytes, ends), default=0))
                 if trace is not None and trace.want_choices:
                     trace.choices[layer] = _padded_choices(choices, self.model.shape.topk, len(local.packed))
             attended = self._attention.attend(view, rows, projected.attention.queries, choices)

@@ -20,6 +20,7 @@ class CurrentLayerRows(LayerRows):
 
     def __init__(self, plan: BatchPlan, current: CurrentRows) -> None:
         self.latent = current.latent
+        self.held_bytes = current.num_bytes
         self._plan = plan
         self._current = current
 

@@ -27,7 +27,7 @@ class PagedLayerRows(LayerRows):
         self.latent = latent
         self._view = view
         self._blocks = blocks
-        self._held_bytes = held_bytes
+        self.held_bytes = held_bytes
 
     def index_keys(self, segment: int) -> torch.Tensor:
         """Unpack a request's keys from its blocks."""
@@ -40,7 +40,7 @@ class PagedLayerRows(LayerRows):
             page_size=geometry.page_size,
             key_bytes=geometry.row_format.index_key_bytes,
         )
-        self._view.counters.hold(self._held_bytes + keys.numel())
+        self._view.counters.hold(self.held_bytes + keys.numel())
         return keys
 
 

@@ -77,6 +77,9 @@ class LayerRows(abc.ABC):
     latent: torch.Tensor
     """uint8 [view rows, latent_row_bytes]"""
 
+    held_bytes: int
+    """Bytes of this layer's buffers beside the pool, the batch's current rows included."""
+
     @abc.abstractmethod
     def index_keys(self, segment: int) -> torch.Tensor:
         """Stored index keys of a segment's request, uint8 [tokens, index_row_bytes], in position order."""
