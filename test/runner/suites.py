@@ -13,12 +13,14 @@ class Suite:
 
     `workers`: a test starts processes of its own, at least as many as there are cores, and watches their time. Such a
     file runs alone, each process with one thread. `exclusive`: a file runs alone with all cores, since it measures.
+    `slow`: a test may take a minute, and files run side by side.
     """
 
     name: str
     what: str
     workers: bool = False
     exclusive: bool = False
+    slow: bool = False
 
     @property
     def alone(self) -> bool:
@@ -28,7 +30,7 @@ class Suite:
     @property
     def seconds_per_test(self) -> float:
         """The longest that one test of this suite should take."""
-        return 60.0 if self.alone else 20.0
+        return 60.0 if self.alone or self.slow else 20.0
 
 
 SUITES = {
@@ -36,7 +38,7 @@ SUITES = {
     for suite in (
         Suite("unit", "a component alone"),
         Suite("kernels", "kernel correctness against the reference"),
-        Suite("models", "a model's correctness, on up to two GPUs", workers=True),
+        Suite("models", "a model's correctness, on up to two GPUs", slow=True),
         Suite("4-gpu-models", "a model's correctness on four GPUs", workers=True),
         Suite("8-gpu-models", "a model's correctness on eight GPUs", workers=True),
         Suite("openai_server", "the HTTP server with running workers", workers=True),
