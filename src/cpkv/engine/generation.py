@@ -81,19 +81,10 @@ def generate(
     """
     shared = cluster.settings.enable_cp_shared_kv if shared is None else shared
     check_decode_pages(requests, cluster)
-    progress("prefill and transfer")
-    kv_bytes = cluster.open_pool(shared)
     handed_over: list[str] = []
     try:
-        try:
-            report = PrefillScheduler(cluster, shared=shared, trace=trace).run(requests)
-            handed_over += report.first_tokens
-            for failure in report.failures.values():
-                raise failure
-            counters = cluster.counters()
-        finally:
-            with _unless_workers_died():
-                cluster.close_pool()
+        progress("prefill and transfer")
+        kv_bytes, report, counters = _prefill(cluster, requests, shared, trace, handed_over)
         progress("decode")
         cluster.command_decode(TraceDecode(trace.folder if trace is not None and trace.want_choices else ""), Done)
         started = time.perf_counter()
@@ -108,19 +99,25 @@ def generate(
         with _unless_workers_died():
             for name in handed_over:
                 cluster.ask_decode(ReleaseRequest(name), Done)
-    return GenerationResult(
-        tokens=tokens,
-        logits={name: torch.stack(values) for name, values in logits.items()},
-        row_digests=digests,
-        prefill=report,
-        counters=counters,
-        kv_bytes_per_rank=kv_bytes,
-        seconds={
-            "prefill": report.compute_seconds,
-            "transfer": report.transfer_seconds,
-            "decode": decode_seconds,
-        },
-    )
+    seconds = {"prefill": report.compute_seconds, "transfer": report.transfer_seconds, "decode": decode_seconds}
+    stacked = {name: torch.stack(values) for name, values in logits.items()}
+    return GenerationResult(tokens, stacked, digests, report, counters, kv_bytes, seconds)
+
+
+def _prefill(
+    cluster: Cluster, requests: Sequence[Request], shared: bool, trace: Trace | None, handed_over: list[str]
+) -> tuple[int, PrefillReport, list[CountersAre]]:
+    """Open a pool, prefill, close it whatever happens; names what the decode worker took in `handed_over`."""
+    kv_bytes = cluster.open_pool(shared)
+    try:
+        report = PrefillScheduler(cluster, shared=shared, trace=trace).run(requests)
+        handed_over += report.first_tokens
+        for failure in report.failures.values():
+            raise failure
+        return kv_bytes, report, cluster.counters()
+    finally:
+        with _unless_workers_died():
+            cluster.close_pool()
 
 
 @contextlib.contextmanager
