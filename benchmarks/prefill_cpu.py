@@ -2,6 +2,9 @@
 
     python benchmarks/prefill_cpu.py [--json out.json]
 
+Exit status 1 when a limit is missed: 3 times as fast as one-shot, no slower than the best chunk size (geometric means
+of the paired ratios), and at most 1.05 for shared over replicated (the upper 95% bound).
+
 Everything is timed in turn in one run; only the ratios mean anything on another machine. What the numbers are made of
 (tiny model, L layers, T tokens, H heads, top-k K, width W, index heads I, index dim D):
 
@@ -16,6 +19,7 @@ import argparse
 import inspect
 import json
 import os
+import platform
 import random
 import statistics
 import sys
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from paired_ratio import PairedRatio, alternate, paired_ratio
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +56,9 @@ PAGE_SIZE = 64
 OUR_CHUNK = 2048
 SHARED_CHUNK = 2048
 THEIR_CHUNKS = (128, 256, 512, 1024)
+ONE_SHOT = "one-shot"
+LEAST_SPEEDUP = {ONE_SHOT: 3.0}
+MOST_SHARED_OVER_REPLICATED = 1.05
 
 
 def our_prefill(model: DsaModel, ids: list[int]) -> Callable[[], float]:
@@ -103,7 +111,8 @@ def against_transformers(folder: Path, rounds: int) -> dict[str, Any]:
     for chunk in (TOKENS, *THEIR_CHUNKS):
         theirs = their_prefill(transformers_model, ids, chunk)
         mine, other = alternate(ours, theirs, rounds)
-        name = "one-shot" if chunk == TOKENS else f"chunks of {chunk}"
+        name = ONE_SHOT if chunk == TOKENS else f"chunks of {chunk}"
+        print(f"timed against transformers, {name}", file=sys.stderr, flush=True)
         results[name] = {
             "ours_s": statistics.median(mine),
             "theirs_s": statistics.median(other),
@@ -168,8 +177,21 @@ def print_table(results: dict[str, Any]) -> None:
     console.print("counted: " + ", ".join(f"{name} {value:.1f}" for name, value in results["work"].items()))
 
 
+def missed_limits(results: dict[str, Any]) -> list[str]:
+    """What is slower than it may be, in words."""
+    missed = []
+    for name, row in results["transformers"].items():
+        least = LEAST_SPEEDUP.get(name, 1.0)
+        if row["speedup"]["mean"] < least:
+            missed.append(f"{row['speedup']['mean']:.2f} times as fast as transformers {name}, {least:g} wanted")
+    high = results["shared_over_replicated"]["high"]
+    if high > MOST_SHARED_OVER_REPLICATED:
+        missed.append(f"shared over replicated up to {high:.3f}, {MOST_SHARED_OVER_REPLICATED} allowed")
+    return missed
+
+
 def main() -> None:
-    """Run, print, write."""
+    """Run, print, write; exit status 1 when a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--rounds", type=int, default=5, help="pairs against transformers")
@@ -181,9 +203,18 @@ def main() -> None:
         results: dict[str, Any] = {"transformers": against_transformers(Path(name), options.rounds)}
         results["shared_over_replicated"] = shared_against_replicated(Path(name), options.shared_rounds)._asdict()
         results["work"] = counted_work(ModelShape.from_config(read_config(Path(name) / "checkpoint"), 1e-6))
+    results["machine"] = {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": platform.processor() or platform.machine(),
+    }
+    results["missed"] = missed_limits(results)
     print_table(results)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    if results["missed"]:
+        sys.exit("missed: " + "; ".join(results["missed"]))
 
 
 if __name__ == "__main__":
