@@ -25,7 +25,7 @@ from cpkv.testing.recall_prompt import recall_delta, recall_prompt, recall_vocab
 from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="models")
+register_cpu_ci(est_time=30, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SMALL = TinyShape(num_hidden_layers=2, index_topk=8)

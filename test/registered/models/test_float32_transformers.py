@@ -23,7 +23,7 @@ from cpkv.testing.checkpoints import TinyShape
 from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="models")
+register_cpu_ci(est_time=45, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SMALL = TinyShape(num_hidden_layers=2, index_topk=16)

@@ -17,7 +17,7 @@ from cpkv.testing.checkpoints import TinyShape
 from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="models")
+register_cpu_ci(est_time=45, suite="models")
 
 TOKENS, CP_SIZE, PAGE, CHUNK = 5000, 4, 64, 3000
 SCORE_TOLERANCE = 1e-5

@@ -22,7 +22,7 @@ from cpkv.testing.checkpoints import Family, write_block_fp8, write_hot_checkpoi
 from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="models")
+register_cpu_ci(est_time=9, suite="models")
 
 FAMILIES: tuple[Family, ...] = ("glm5", "glm52", "deepseek-v32")
 
