@@ -27,7 +27,7 @@ from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=90, suite="models")
+register_cpu_ci(est_time=70, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SPLITS = ("zigzag", "interleave")
