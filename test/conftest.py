@@ -1,4 +1,7 @@
-"""Settings for every test: hypothesis has no deadline, and in CI draws the same examples every time."""
+"""Settings for every test: hypothesis has no deadline, and in CI draws the same examples every time.
+
+No test may leave a process, a segment of shared memory, a workspace or a worker thread behind.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ try:
 except ImportError:
     # Machines with a GPU and no package registry run the tests that do without it.
     hypothesis = None  # type: ignore[assignment]
+
+pytest_plugins = ["cpkv.testing.fixtures"]
 
 if hypothesis is not None:
     # Another process on the machine must not fail a test, so nothing depends on the time an example takes.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -40,16 +42,31 @@ def child_processes(parent: int | None = None) -> dict[int, str]:
 def traces() -> Traces:
     """Children, shared-memory segments, temporary folders and worker threads of this process that exist now.
 
-    Segments and folders count when their names hold the process id, since other tests run beside this one.
+    Named segments and folders count when their names hold the process id, since other tests run beside this one;
+    anonymous segments (memfd) while this process has a descriptor or a mapping of them.
     """
-    memory = Path("/dev/shm")
     workers = {thread.name for thread in threading.enumerate() if thread.name.startswith(("prefill rank", "decode"))}
     return Traces(
         processes=frozenset(f"{pid} {command}" for pid, command in child_processes().items()),
-        segments=frozenset(entry.name for entry in memory.glob(f"*{os.getpid()}*")),
+        segments=frozenset([*_named_segments(), *_anonymous_segments()]),
         workspaces=frozenset(str(path) for path in Path(tempfile.gettempdir()).glob(f"cpkv-{os.getpid()}-*")),
         threads=frozenset(workers),
     )
+
+
+def _named_segments() -> Iterator[str]:
+    own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
+    return (entry.name for entry in Path("/dev/shm").iterdir() if own.search(entry.name))
+
+
+def _anonymous_segments() -> Iterator[str]:
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (target := os.readlink(link)).startswith("/memfd:cpkv"):
+                yield f"descriptor {link.name} of {target}"
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if "/memfd:cpkv" in line:
+            yield f"mapping {line.split()[0]} of {line.partition('/')[2]}"
 
 
 @contextlib.contextmanager
@@ -62,6 +79,10 @@ def nothing_left_behind(*allocators: PageAllocator) -> Iterator[None]:
     before = traces()
     yield
     after = traces()
+    if after.segments - before.segments:
+        # A tensor in a reference cycle holds its mapping until it is collected.
+        gc.collect()
+        after = traces()
     left = [
         f"{kind}: {', '.join(sorted(now - then))}"
         for kind, then, now in zip(Traces._fields, before, after, strict=True)
