@@ -1,26 +1,22 @@
 """DSA attention for the tokens of one rank, in blocks of queries, so that no [tokens, tokens] array ever exists.
 
-rank's tokens, by request    |  A: pos 0 1 14 15  |  B: pos 3 4 5  |
-blocks of queries            | [0 1 14] | [15]    | [3 4 5]        |     block size from the workspace
-  per block                    scores [block, limit] -> chosen pos [block, k] -> rows [block, k, width] -> out
+per block of queries     scores [block, keys] -> chosen pos [block, k] -> rows [block, k, width] -> out
+several blocks of keys   the best k of each block are merged with the best so far: the same choice, exactly
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from cpkv.layout.plan import LocalTokens
+from cpkv.layout.plan import BatchPlan, LocalTokens
+from cpkv.layout.query_blocks import QueryBlocks
 from cpkv.layout.row_format import RowFormat
-from cpkv.ops.reference.index_keys import decode_index_keys
-from cpkv.ops.reference.indexer import KEY_TILE, exact_topk, indexer_scores
-from cpkv.ops.reference.latent_rows import decode_latent_rows, gather_rows
+from cpkv.ops.reference.indexer import exact_topk, indexer_scores, merge_topk
+from cpkv.ops.reference.latent_rows import decode_latent_rows
 from cpkv.ops.reference.sparse_mla import sparse_mla
-from cpkv.views.view import LayerRows, View
-
-DEFAULT_WORKSPACE_BYTES = 32 << 20
+from cpkv.views.view import LayerRows
 
 
 @dataclass(frozen=True)
@@ -72,86 +68,99 @@ class DsaAttention:
 
     Attributes:
         row_format: of the stored rows.
-        topk: keys chosen per query (index_topk).
-        index_heads: heads of the indexer.
+        blocks: how queries are blocked, and how many keys each chooses.
         scale: softmax scale.
         compute_dtype: of scores, softmax and outputs: float64, else float32.
-        workspace_bytes: bounds the temporary arrays of a block of queries.
     """
 
     row_format: RowFormat
-    topk: int
-    index_heads: int
+    blocks: QueryBlocks
     scale: float
     compute_dtype: torch.dtype
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
 
-    def query_blocks(self, local: LocalTokens) -> Iterator[tuple[int, int, int]]:
-        """(segment, first, last + 1) of each block; depends on the plan alone, never on the view."""
-        item = torch.empty((), dtype=self.compute_dtype).element_size()
-        for segment, first, last in local.runs:
-            tokens = int(local.positions[last - 1]) + 1
-            chosen_bytes = min(self.topk, tokens) * self.row_format.latent_width * item
-            scored_bytes = (3 * tokens + self.index_heads * KEY_TILE) * item
-            block = max(1, min(128, self.workspace_bytes // max(chosen_bytes, scored_bytes)))
-            for start in range(first, last, block):
-                yield segment, start, min(start + block, last)
-
-    def key_bytes(self, tokens: int) -> int:
-        """Bytes that the index keys of a request of that many tokens take while they are scored, stored and decoded."""
-        if tokens <= self.topk:
-            return 0
-        item = torch.empty((), dtype=self.compute_dtype).element_size()
-        return tokens * (self.row_format.index_row_bytes + self.row_format.index_dim * item)
-
-    def choose(self, view_rows: LayerRows, local: LocalTokens, index: IndexInputs) -> list[Choice]:
+    def choose(self, plan: BatchPlan, rows: LayerRows, local: LocalTokens, index: IndexInputs) -> list[Choice]:
         """Choose the keys of each of this rank's tokens, exactly.
 
         Args:
-            view_rows: one layer of the view.
+            plan: of the batch.
+            rows: one layer of the view.
             local: this rank's tokens.
             index: what the indexer made of them.
         """
+        by_segment: dict[int, list[tuple[int, int]]] = {}
+        for number, first, last in self.blocks.of(plan, local):
+            by_segment.setdefault(number, []).append((first, last))
         positions = torch.from_numpy(local.positions)
         choices: list[Choice] = []
-        keys: torch.Tensor | None = None
-        keys_segment = -1
-        for segment, first, last in self.query_blocks(local):
-            limits = positions[first:last] + 1
-            if int(limits[-1]) <= self.topk:
-                everything = torch.arange(int(limits[-1])).expand(last - first, -1)
-                chosen = torch.where(everything < limits.unsqueeze(1), everything, -1)
-            else:
-                if keys is None or keys_segment != segment:
-                    stored = view_rows.index_keys(segment)
-                    keys = decode_index_keys(stored, self.row_format.index_dtype, self.compute_dtype)
-                    keys_segment = segment
-                scores = indexer_scores(index.queries[first:last], index.weights[first:last], keys, limits)
-                chosen = exact_topk(scores, limits, self.topk)
-            choices.append(Choice(segment, first, last, chosen))
+        for number, segment in enumerate(plan.spec.segments):
+            ranges = by_segment.get(number, [])
+            chosen: dict[tuple[int, int], torch.Tensor] = {}
+            if segment.end > self.blocks.topk:
+                # Every rank asks, also one without a query here, since a view may gather what it is asked for.
+                chosen = self._scored(rows, number, ranges, positions, index)
+            for first, last in ranges:
+                found = chosen.get((first, last))
+                if found is None:
+                    limits = positions[first:last] + 1
+                    everything = torch.arange(int(limits[-1])).expand(last - first, -1)
+                    found = torch.where(everything < limits.unsqueeze(1), everything, -1)
+                choices.append(Choice(number, first, last, found))
         return choices
 
-    def attend(self, view: View, view_rows: LayerRows, queries: torch.Tensor, choices: list[Choice]) -> torch.Tensor:
+    def _scored(
+        self,
+        rows: LayerRows,
+        segment: int,
+        ranges: list[tuple[int, int]],
+        positions: torch.Tensor,
+        index: IndexInputs,
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """The choices of the blocks of queries that see more than topk keys."""
+        scored = [(first, last) for first, last in ranges if int(positions[last - 1]) + 1 > self.blocks.topk]
+        best: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        end_of_last = 0
+        for start, stored in rows.key_blocks(segment):
+            assert start == end_of_last, "key blocks must come in position order"
+            end_of_last = start + len(stored)
+            for first, last in scored:
+                limits = positions[first:last] + 1
+                if int(limits[-1]) <= start:
+                    continue
+                limits_here = (limits - start).clamp(max=len(stored))
+                scores = indexer_scores(
+                    index.queries[first:last],
+                    index.weights[first:last],
+                    stored,
+                    limits_here,
+                    dtype=self.row_format.index_dtype,
+                )
+                if start == 0 and int(limits[-1]) <= len(stored):
+                    # The scores of all blocks of queries together would be [tokens, tokens].
+                    best[first, last] = scores.new_empty(0), exact_topk(scores, limits, self.blocks.topk)
+                    continue
+                known = best.get((first, last), (scores[:, :0], limits.new_empty(last - first, 0)))
+                best[first, last] = merge_topk(*known, scores, limits_here, self.blocks.topk, start=start)
+        return {block: chosen for block, (_, chosen) in best.items()}
+
+    def attend(self, rows: LayerRows, queries: torch.Tensor, choices: list[Choice]) -> torch.Tensor:
         """Attend from this rank's tokens to the rows that they chose.
 
         Args:
-            view: translates positions to rows.
-            view_rows: one layer of it.
+            rows: one layer of the view.
             queries: [tokens, heads, latent_width], absorbed.
             choices: of this layer, or of the last layer that has an indexer.
 
         Returns:
             [tokens, heads, kv_lora_rank] in the compute dtype.
         """
-        rows = decode_latent_rows(view_rows.latent, self.row_format.latent_dtype)
         out = queries.new_empty(*queries.shape[:2], self.row_format.kv_lora_rank)
         for choice in choices:
             # A missing token reads the row of the query's first chosen one: finite, and masked out of the softmax.
             readable = torch.where(choice.positions < 0, choice.positions[:, :1], choice.positions)
-            chosen_rows = gather_rows(rows, view.rows_of(choice.segment, readable)).to(self.compute_dtype)
+            chosen_rows = rows.chosen_rows(choice.segment, readable)
             out[choice.first : choice.last] = sparse_mla(
                 queries[choice.first : choice.last],
-                chosen_rows,
+                decode_latent_rows(chosen_rows, self.row_format, self.compute_dtype),
                 choice.positions,
                 scale=self.scale,
                 kv_lora_rank=self.row_format.kv_lora_rank,

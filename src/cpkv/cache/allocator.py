@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cpkv.errors import AllocatorError, CapacityError
+from cpkv.layout.capacity import allocatable_pages
 from cpkv.layout.placement import Page, PagePlacement
 from cpkv.layout.pool_geometry import local_pages
 
@@ -70,7 +71,7 @@ class PageAllocator:
     @property
     def capacity_pages(self) -> int:
         """Pages that can be allocated in all."""
-        return self.num_pages - self.placement.reserved_pages
+        return allocatable_pages(self.num_pages // self.placement.cp_size, self.placement)
 
     @property
     def free_pages(self) -> int:

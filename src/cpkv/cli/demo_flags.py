@@ -19,11 +19,15 @@ Model = Annotated[
 ]
 Dtype = Annotated[
     Literal["float64", "float32", "bfloat16"],
-    typer.Option(help="Of weights and latent rows.", rich_help_panel=MODEL),
+    typer.Option(help="Of weights and computation.", rich_help_panel=MODEL),
 ]
 StoredIndexDtype = Annotated[
     Literal["float64", "float32", "bfloat16", "fp8"] | None,
     typer.Option(help="Of stored index keys: fp8, or the same as --dtype (default).", rich_help_panel=MODEL),
+]
+StoredLatentDtype = Annotated[
+    Literal["float64", "float32", "bfloat16", "fp8"] | None,
+    typer.Option(help="Of stored latent rows: fp8 (packed), or the same as --dtype (default).", rich_help_panel=MODEL),
 ]
 CpSize = Annotated[int, typer.Option(help="Prefill ranks, 1 to 8; 1 means no sharing.", rich_help_panel=GROUP)]
 CpStrategy = Annotated[
@@ -38,9 +42,28 @@ EnableCpSharedKv = Annotated[
         rich_help_panel=GROUP,
     ),
 ]
+KvViewName = Annotated[
+    Literal["auto", "current", "full", "mixed", "unified", "blocked"],
+    typer.Option(
+        help="What attention reads: auto (the cheapest), current, full, mixed, unified, blocked.",
+        metavar="NAME",
+        rich_help_panel=GROUP,
+    ),
+]
 NoCurrentReuse = Annotated[
     bool,
-    typer.Option("--no-current-reuse", help="Gather pages also for chunks without history.", rich_help_panel=GROUP),
+    typer.Option("--no-current-reuse", help="Another view also for chunks without history.", rich_help_panel=GROUP),
+]
+NoPrefetch = Annotated[
+    bool,
+    typer.Option("--no-prefetch", help="Gather a layer only when it is computed.", rich_help_panel=GROUP),
+]
+ScratchBytes = Annotated[
+    int | None,
+    typer.Option(
+        help="Bytes that a rank may hold beside its pool (default: enough for the pool's largest context).",
+        rich_help_panel=GROUP,
+    ),
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens of a page.", rich_help_panel=GROUP)]
 ChunkSize = Annotated[int, typer.Option(help="Tokens of a prefill batch at most.", rich_help_panel=GROUP)]

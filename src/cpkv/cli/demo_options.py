@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cpkv.config.names import IndexDtype, LatentDtype, SplitStrategy, TransferName
+from cpkv.config.names import IndexDtype, KvView, LatentDtype, SplitStrategy, TransferName, WeightDtype
 from cpkv.config.settings import EngineSettings, check_settings
 from cpkv.errors import ConfigError
 
@@ -22,12 +22,16 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model_family: FamilyName = "glm5"
     model: str | None = None
-    dtype: LatentDtype = "float32"
+    dtype: WeightDtype = "float32"
     index_dtype: IndexDtype = "float32"
+    latent_dtype: LatentDtype | None = None
     cp_size: int = 4
     cp_strategy: SplitStrategy = "zigzag"
     enable_cp_shared_kv: bool = True
+    kv_view: KvView = "auto"
     no_current_reuse: bool = False
+    no_prefetch: bool = False
+    scratch_bytes: int | None = None
     page_size: int = 64
     chunk_size: int = 2048
     num_pages: int | None = None
@@ -51,8 +55,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             page_size=self.page_size,
             chunk_size=self.chunk_size,
             dtype=self.dtype,
+            latent_dtype=self.latent_dtype,
             index_dtype=self.index_dtype,
+            kv_view=self.kv_view,
             current_reuse=not self.no_current_reuse,
+            prefetch=not self.no_prefetch,
+            scratch_bytes=self.scratch_bytes,
             transfer=self.transfer,
             debug=self.debug,
         )

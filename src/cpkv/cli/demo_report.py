@@ -165,7 +165,7 @@ def _rows(report: DemoReport) -> list[tuple[str, str]]:
         rows.append((f"tokens equal to {reference.name}", _yes(ours == reference.tokens)))
         rows.append(("largest logit difference", f"{reference.max_logit_diff:.2e} (allowed {reference.tolerance:g})"))
     else:
-        rows.append(("reference", "none: in bfloat16 and with fp8 keys no other implementation rounds alike"))
+        rows.append(("reference", "none: in bfloat16 and with fp8 no other implementation rounds alike"))
     views = ", ".join(f"{view}: {count}" for view, count in counters[0].batches.items())
     rows += [
         ("KV bytes per rank", f"{_mib(report.shared.kv_bytes_per_rank)} shared, {_mib(replicated_bytes)} replicated"),

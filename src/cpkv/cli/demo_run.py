@@ -101,8 +101,9 @@ def _check_inputs(settings: EngineSettings, inputs: DemoInputs) -> None:
 def _reference(
     options: DemoOptions, inputs: DemoInputs, result: GenerationResult, trace_folder: Path | None, progress: Progress
 ) -> Reference | None:
-    """None in bfloat16 and with fp8 keys, where no other implementation rounds alike."""
-    if options.dtype == "bfloat16" or options.index_dtype != options.dtype:
+    """None in bfloat16 and with fp8 rows or keys, where no other implementation rounds alike."""
+    stored = (options.latent_dtype or options.dtype, options.index_dtype)
+    if options.dtype == "bfloat16" or stored != (options.dtype, options.dtype):
         return None
     progress("reference: " + ("float64" if options.dtype == "float64" else "transformers"))
     return compare_with_reference(inputs.checkpoint, options.dtype, inputs.requests, result, trace_folder)

@@ -16,6 +16,7 @@ import typer
 
 from cpkv import __version__
 from cpkv.cli.demo import demo
+from cpkv.cli.plan import plan
 from cpkv.errors import CpkvError
 
 
@@ -42,6 +43,7 @@ def make_app() -> typer.Typer:
     app = typer.Typer(name="cpkv", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     app.command()(demo)
+    app.command()(plan)
     return app
 
 

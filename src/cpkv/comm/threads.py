@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from cpkv.comm.communicator import Communicator
 from cpkv.errors import PlanError, WorkerDiedError
+
+
+class _Offer(NamedTuple):
+    """What a rank brings to a collective: what it thinks it is, and a tensor."""
+
+    call: str
+    tensor: torch.Tensor
+    sizes: tuple[int, ...] = ()
+
+
+class _MeetingPoint:
+    """Where the ranks of one group meet, one collective at a time."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.offers: list[_Offer | None] = [None] * size
 
 
 class ThreadGroup:
@@ -20,35 +38,44 @@ class ThreadGroup:
 
     def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=timeout_s)
-        self._slots: list[tuple[str, torch.Tensor] | None] = [None] * size
+        self._main = _MeetingPoint(size, timeout_s)
+        self._prefetch = _MeetingPoint(size, timeout_s)
         self._cause = ""
 
     def communicator(self, rank: int, *, record: bool = False) -> ThreadCommunicator:
         """The end of one rank."""
-        return ThreadCommunicator(self, rank, record=record)
+        prefetch = ThreadCommunicator(self, self._prefetch, rank, record=record)
+        return ThreadCommunicator(self, self._main, rank, record=record, prefetch=prefetch)
 
     def abort(self, rank: int, cause: str) -> None:
         """Break the group: ranks that wait, or will, raise with the first cause."""
         if not self._cause:
             self._cause = f"rank {rank} failed: {cause}"
-        self._barrier.abort()
+        self._main.barrier.abort()
+        self._prefetch.barrier.abort()
 
-    def exchange(self, rank: int, label: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Put one tensor in this rank's slot and read all of them."""
-        self._slots[rank] = (label, tensor)
-        self._wait(label)
-        slots = [slot for slot in self._slots if slot is not None]
-        different = sorted({f"{slot[0]} {tuple(slot[1].shape)} {slot[1].dtype}" for slot in slots})
-        gathered = torch.stack([slot[1] for slot in slots]) if len(different) == 1 else None
-        self._wait(label)
-        if gathered is None:
+    def meet(
+        self, point: _MeetingPoint, rank: int, label: str, offer: _Offer, take: Callable[[list[_Offer]], None]
+    ) -> None:
+        """Wait for everyone's offer, let this rank take what it wants, and wait until all have taken.
+
+        Raises:
+            PlanError: the ranks are not in the same collective.
+            WorkerDiedError: the group is broken.
+        """
+        point.offers[rank] = offer
+        self._wait(point, label)
+        offers = [other for other in point.offers if other is not None]
+        different = sorted({other.call for other in offers})
+        if len(different) == 1:
+            take(offers)
+        self._wait(point, label)
+        if len(different) > 1:
             raise PlanError(f"the ranks are not in the same collective: {', '.join(different)}")
-        return gathered
 
-    def _wait(self, label: str) -> None:
+    def _wait(self, point: _MeetingPoint, label: str) -> None:
         try:
-            self._barrier.wait()
+            point.barrier.wait()
         except threading.BrokenBarrierError:
             cause = self._cause or "a rank did not arrive in time"
             raise WorkerDiedError(f"collective {label!r} cannot finish: {cause}") from None
@@ -57,12 +84,62 @@ class ThreadGroup:
 class ThreadCommunicator(Communicator):
     """One thread's end of a `ThreadGroup`."""
 
-    def __init__(self, group: ThreadGroup, rank: int, *, record: bool = False) -> None:
+    def __init__(
+        self,
+        group: ThreadGroup,
+        point: _MeetingPoint,
+        rank: int,
+        *,
+        record: bool = False,
+        prefetch: ThreadCommunicator | None = None,
+    ) -> None:
         super().__init__(rank, group.size, record=record)
         self._group = group
+        self._point = point
+        self._prefetch = prefetch
 
-    def _all_gather(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        return self._group.exchange(self.rank, label, tensor)
+    @property
+    def prefetch(self) -> Communicator:
+        """The second group."""
+        if self._prefetch is None:
+            raise PlanError("the prefetch group has no prefetch group of its own")
+        return self._prefetch
+
+    def _all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor) -> None:
+        def take(offers: list[_Offer]) -> None:
+            for rank, offer in enumerate(offers):
+                # The own slot may be the very tensor that the others are reading.
+                if rank != self.rank or out[rank].data_ptr() != tensor.data_ptr():
+                    out[rank].copy_(offer.tensor)
+
+        self._meet(label, _Offer(f"{label} {tuple(tensor.shape)} {tensor.dtype}", tensor), take)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
+        def take(offers: list[_Offer]) -> None:
+            if self.rank != source:
+                tensor.copy_(offers[source].tensor)
+
+        self._meet(label, _Offer(f"{label} from {source} {tuple(tensor.shape)} {tensor.dtype}", tensor), take)
+
+    def _all_to_all(
+        self,
+        sent: torch.Tensor,
+        sent_sizes: Sequence[int],
+        received: torch.Tensor,
+        received_sizes: Sequence[int],
+        label: str,
+    ) -> None:
+        def take(offers: list[_Offer]) -> None:
+            first = 0
+            for offer, size in zip(offers, received_sizes, strict=True):
+                their_first = sum(offer.sizes[: self.rank])
+                received[first : first + size] = offer.tensor[their_first : their_first + offer.sizes[self.rank]]
+                first += size
+
+        self._meet(label, _Offer(f"{label} {tuple(sent.shape[1:])} {sent.dtype}", sent, tuple(sent_sizes)), take)
+
+    def _meet(self, label: str, offer: _Offer, take: Callable[[list[_Offer]], None]) -> None:
+        self._group.meet(self._point, self.rank, label, offer, take)
 
     def close(self) -> None:
         """Nothing to release: the group dies with its last user."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-LatentDtype = Literal["float64", "float32", "bfloat16"]
+WeightDtype = Literal["float64", "float32", "bfloat16"]
+LatentDtype = Literal["float64", "float32", "bfloat16", "fp8"]
 IndexDtype = Literal["float64", "float32", "bfloat16", "fp8"]
 SplitStrategy = Literal["zigzag", "interleave"]
 TransferName = Literal["mooncake", "inprocess"]
+ViewName = Literal["replicated", "current", "full", "mixed", "unified", "blocked", "layer-split"]
+KvView = Literal["auto", "current", "full", "mixed", "unified", "blocked"]

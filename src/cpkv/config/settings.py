@@ -1,22 +1,26 @@
 """The settings of a prefill group and its decode worker, frozen, and what may be combined.
 
 split        zigzag, interleave          any of them with any of
-view         full, current (shared pool); replicated (every rank holds every page)
+view         current, mixed, full, blocked (shared pool); unified too where the ranks share memory;
+             replicated (every rank holds every page)
 rows/keys    float64/float64  float32/float32  float32/fp8  bfloat16/bfloat16  bfloat16/fp8
+             packed fp8 rows instead of those of float32 and bfloat16, with either kind of keys
 transfer     mooncake (ranks are processes), inprocess (ranks are threads)
 """
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
-from cpkv.config.names import IndexDtype, LatentDtype, SplitStrategy, TransferName
+from cpkv.config.names import IndexDtype, KvView, LatentDtype, SplitStrategy, TransferName, WeightDtype
 from cpkv.errors import ConfigError
 
 MAX_CP_SIZE = 8
 MAX_PAGE_SIZE = 1024
 MOONCAKE_SHORTEST_TIMEOUT_S = 5
-ROW_FORMATS: tuple[tuple[LatentDtype, IndexDtype], ...] = (
+ROW_FORMATS: tuple[tuple[WeightDtype, IndexDtype], ...] = (
     ("float64", "float64"),
     ("float32", "float32"),
     ("float32", "fp8"),
@@ -35,9 +39,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         page_size: tokens of a page.
         chunk_size: tokens of a prefill batch at most.
         num_pages: logical pages of the prefill pool, the reserved ones included; a multiple of cp_size.
-        dtype: of weights and latent rows.
+        dtype: of weights, and of latent rows unless `latent_dtype` says otherwise.
+        latent_dtype: of stored latent rows: `dtype` (None), or fp8 for packed rows.
         index_dtype: of stored index keys: `dtype`, or fp8.
-        current_reuse: batches without history read the gathered current rows; off forces the `full` view.
+        kv_view: the view of every batch of a shared pool; auto takes the cheapest.
+        current_reuse: batches without history may read the gathered current rows.
+        prefetch: gather a layer's history while the layer before computes, into a second buffer.
+        scratch_bytes: bytes that views may hold beside the pool; None for what the largest context of the pool takes.
         transfer: back end that moves pages to the decode worker.
         host: address on which workers listen and are reached.
         latent_norm_eps: eps of q_a_layernorm and kv_a_layernorm.
@@ -51,14 +59,23 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     cp_strategy: SplitStrategy = "zigzag"
     page_size: int = 64
     chunk_size: int = 2048
-    dtype: LatentDtype = "float32"
+    dtype: WeightDtype = "float32"
+    latent_dtype: LatentDtype | None = None
     index_dtype: IndexDtype = "float32"
+    kv_view: KvView = "auto"
     current_reuse: bool = True
+    prefetch: bool = True
+    scratch_bytes: int | None = None
     transfer: TransferName = "mooncake"
     host: str = "127.0.0.1"
     latent_norm_eps: float = 1e-6
     debug: bool = False
     transfer_timeout_s: float = 60.0
+
+    @property
+    def stored_latent_dtype(self) -> LatentDtype:
+        """Of stored latent rows."""
+        return self.latent_dtype or self.dtype
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -94,16 +111,41 @@ def check_settings(settings: EngineSettings) -> None:
             f"rows of {settings.dtype} with index keys of {settings.index_dtype} do not exist; "
             f"choose dtype/index_dtype from {listed}"
         )
+    _check_views(settings)
     if settings.enable_cp_shared_kv and settings.cp_size == 1:
         raise ConfigError(
             "--enable-cp-shared-kv was given with cp_size 1: one rank has nobody to share with; "
             "raise --cp-size to 2 or more, or leave the flag out"
         )
-    if not settings.current_reuse and not settings.enable_cp_shared_kv:
+
+
+def _check_views(settings: EngineSettings) -> None:
+    _one_of("kv_view", settings.kv_view, get_args(KvView))
+    if settings.latent_dtype not in (None, settings.dtype, "fp8") or (
+        settings.latent_dtype == "fp8" and settings.dtype == "float64"
+    ):
         raise ConfigError(
-            "--no-current-reuse chooses between views of a shared pool, and the pool is replicated; "
-            "give --enable-cp-shared-kv too, or leave the option out"
+            f"latent rows of {settings.latent_dtype} with a model of {settings.dtype} do not exist; leave out "
+            "--latent-dtype, or give fp8 with --dtype float32 or bfloat16"
         )
+    if settings.scratch_bytes is not None:
+        _between("scratch_bytes", settings.scratch_bytes, 1, 1 << 50)
+    if settings.kv_view == "current" and not settings.current_reuse:
+        raise ConfigError("--kv-view current and --no-current-reuse contradict each other; leave one of them out")
+    if not settings.enable_cp_shared_kv:
+        given = [
+            flag
+            for flag, value in (
+                ("--kv-view", settings.kv_view != "auto"),
+                ("--no-current-reuse", not settings.current_reuse),
+            )
+            if value
+        ]
+        if given:
+            raise ConfigError(
+                f"{given[0]} chooses between views of a shared pool, and the pool is replicated; "
+                "give --enable-cp-shared-kv too, or leave the option out"
+            )
 
 
 def check_decode_cp_size(cp_size: int) -> None:

@@ -40,11 +40,16 @@ from cpkv.engine.worker import ProcessWorker, ThreadWorker, WorkerHandle
 from cpkv.engine.worker_loop import serve_commands
 from cpkv.engine.worker_set import WorkerSet
 from cpkv.errors import ConfigError, ProtocolError, TransferError
+from cpkv.layout.capacity import allocatable_pages
 from cpkv.layout.placement import PagePlacement
+from cpkv.layout.planner import ViewPlanner
 from cpkv.layout.pool_geometry import local_pages
+from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.checkpoint import prepare_weights, read_config
+from cpkv.model.norms import compute_dtype_of
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
+from cpkv.pool.sealed_segment import why_not_unified
 from cpkv.protocol.messages import Hello, SenderDescription
 from cpkv.transfer.channel import Channel, listen
 from cpkv.transfer.decode_link import DecodeLink
@@ -54,6 +59,8 @@ from cpkv.transfer.mooncake import MooncakeBackend
 LOG = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 SCHEDULER_RANK = -1
+# Commands during which ranks wait for each other.
+JOINT = (RunBatch, OpenPool)
 
 Answer = TypeVar("Answer")
 
@@ -102,7 +109,7 @@ class Cluster:
         try:
             config = read_config(checkpoint)
             self.shape = ModelShape.from_config(config, settings.latent_norm_eps)
-            self.geometry = self.shape.geometry(settings.page_size, settings.dtype, settings.index_dtype)
+            self.geometry = self.shape.geometry(settings.page_size, settings.stored_latent_dtype, settings.index_dtype)
             prepared = self.workspace / "weights.safetensors"
             self._model = prepare_weights(checkpoint, prepared, torch_dtype(settings.dtype))
             self._start(checkpoint, prepared, decode_pages, decode_port, decode_cp_size, shuffle_seed)
@@ -170,7 +177,46 @@ class Cluster:
         )
         ready = self.workers.call(starts, START_TIMEOUT_S)
         check_equal_facts([ready[worker].facts for worker in self.ranks])
+        self.unified_reason = self._why_not_unified([ready[worker].host for worker in self.ranks])
         self.decode_port: int = ready[self.decode].port
+
+    def _why_not_unified(self, hosts: Sequence[str]) -> str | None:
+        """Why the ranks' pools are not one range of memory; None when they are.
+
+        Raises:
+            ConfigError: it was asked for and cannot be.
+        """
+        view = self.settings.kv_view
+        if not self.settings.enable_cp_shared_kv:
+            return "the pool is replicated"
+        if view not in ("auto", "unified"):
+            return f"the view {view} was forced"
+        strangers = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        reason = why_not_unified() if not strangers else f"ranks {strangers} run on another host than rank 0"
+        if reason is not None and view == "unified":
+            raise ConfigError(f"--kv-view unified was given and the ranks cannot share memory: {reason}; use mixed")
+        return reason
+
+    def planner(self, shared: bool) -> ViewPlanner:
+        """Chooses the views of a pool."""
+        settings = self.settings
+        placement = self.placement(shared)
+        item_bytes = compute_dtype_of(torch_dtype(settings.dtype)).itemsize
+        planner = ViewPlanner(
+            costs=self.shape.view_costs(self.geometry, item_bytes, ViewOptions(prefetch=settings.prefetch)),
+            placement=placement,
+            cp_size=settings.cp_size,
+            strategy=settings.cp_strategy,
+            forced=settings.kv_view,
+            current_reuse=settings.current_reuse,
+            unified_reason=self.unified_reason,
+            # Replicated pools are read where they lie, with what keys in position order take.
+            scratch_bytes=settings.scratch_bytes if shared else None,
+        )
+        if not shared or settings.scratch_bytes is not None:
+            return planner
+        pages = allocatable_pages(local_pages(self.pool_pages(shared), placement), placement)
+        return planner.with_scratch_for(min(pages * settings.page_size, self.shape.max_positions), settings.chunk_size)
 
     def _watch(self, worker: WorkerHandle) -> WorkerHandle:
         self.workers.add(worker)
@@ -188,7 +234,7 @@ class Cluster:
                 channel,
                 f"prefill rank {rank}",
                 lambda start: RankWorker(start, group.communicator(rank), lambda: InProcessBackend(fabric)),
-                on_failure=lambda command, cause: group.abort(rank, cause) if isinstance(command, RunBatch) else None,
+                on_failure=lambda command, cause: group.abort(rank, cause) if isinstance(command, JOINT) else None,
             )
 
         for rank in range(size):
@@ -227,7 +273,13 @@ class Cluster:
                 "the replicated pool"
             )
         pages = local_pages(self.pool_pages(shared), self.placement(shared))
-        opened: dict[WorkerHandle, PoolOpened] = self.call_ranks(OpenPool(shared, pages))
+        command = OpenPool(
+            shared=shared,
+            local_pages=pages,
+            unified=shared and self.unified_reason is None,
+            scratch_bytes=self.planner(shared).scratch_bytes,
+        )
+        opened: dict[WorkerHandle, PoolOpened] = self.call_ranks(command)
         self.call_ranks(ConnectDecode(self.decode_port))
         return next(iter(opened.values())).allocated_bytes
 

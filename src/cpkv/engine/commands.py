@@ -53,18 +53,29 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         facts: what must be equal over the ranks, by name.
+        host: the machine that it runs on; ranks of one host can share memory.
         port: where the decode worker listens; 0 for a rank.
     """
 
     facts: dict[str, str]
+    host: str = ""
     port: int = 0
 
 
 class OpenPool(msgspec.Struct, frozen=True, tag=True):
-    """Make the pool of a run; the last one must be closed."""
+    """Make the pool of a run; the last one must be closed.
+
+    Attributes:
+        shared: one copy over the ranks, or every page on every rank.
+        local_pages: pages of each rank, the trash page included.
+        unified: in memory that every rank maps.
+        scratch_bytes: what views may hold beside it; None for as much as they need.
+    """
 
     shared: bool
     local_pages: int
+    unified: bool
+    scratch_bytes: int | None
 
 
 class PoolOpened(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +116,8 @@ class CountersAre(msgspec.Struct, frozen=True, tag=True):
     moved_bytes: int
     history_bytes: int
     scratch_bytes: int
+    gather_seconds: float
+    wait_seconds: float
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True):

@@ -223,7 +223,7 @@ class DecodeRequests:
     def dump(self, path: Path) -> None:
         """Write the pool and the page table: `latent` [page, layer, offset, value], index keys by page and slot."""
         geometry, row_format = self._pool.geometry, self._pool.geometry.row_format
-        tensors = {"latent": decode_latent_rows(self._pool.latent, row_format.latent_dtype)}
+        tensors = {"latent": decode_latent_rows(self._pool.latent, row_format, self._forward.model.compute_dtype)}
         keys, scales = split_index_blocks(
             self._pool.index.flatten(0, 1), geometry.page_size, row_format.index_key_bytes
         )

@@ -40,7 +40,8 @@ from cpkv.protocol.messages import (
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.channel import Channel, listen
 from cpkv.transfer.runs import Region
-from cpkv.views.view import ViewCounters
+from cpkv.views.counters import ViewCounters
+from cpkv.views.scratch import Scratch
 
 LOG = logging.getLogger(__name__)
 FRAME_TIMEOUT_S = 10.0
@@ -64,13 +65,13 @@ class DecodeWorker:
         settings = start.settings
         self._backend = backend
         model = DsaModel.load(read_config(Path(start.checkpoint)), Path(start.prepared), settings.latent_norm_eps)
-        geometry = model.shape.geometry(settings.page_size, settings.dtype, settings.index_dtype)
+        geometry = model.shape.geometry(settings.page_size, settings.stored_latent_dtype, settings.index_dtype)
         placement = PagePlacement(settings.page_size, 1)
         allocator = PageAllocator(start.num_pages, placement, start.shuffle_seed, option="decode_pages")
         self._pool = PagePool(geometry, start.num_pages, poison=settings.debug)
         for span in self._pool.regions():
             backend.register(Region(span.address, span.length))
-        forward = ForwardPass(model, self._pool, ThreadGroup(1).communicator(0), ViewCounters())
+        forward = ForwardPass(model, self._pool, ThreadGroup(1).communicator(0), ViewCounters(), Scratch())
         self._requests = DecodeRequests(forward, allocator, placement, poison=settings.debug)
         # Commands and connections are served by two threads.
         self._lock = threading.Lock()

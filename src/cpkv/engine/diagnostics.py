@@ -7,6 +7,9 @@ views      every row that a view shows is compared with the bytes that the page'
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 
 from cpkv.comm.communicator import Communicator
@@ -16,12 +19,15 @@ from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.pool.page_pool import PagePool
 from cpkv.views.view import LayerRows, View
 
+ROWS_AT_A_TIME = 32
+
 
 class Diagnostics:
-    """Checks of one rank over one pool."""
+    """Checks of one rank over one pool, for a model that chooses `topk` keys a query."""
 
-    def __init__(self, pool: PagePool, comm: Communicator) -> None:
+    def __init__(self, pool: PagePool, comm: Communicator, topk: int) -> None:
         self._pool = pool
+        self._topk = topk
         self._comm = comm
         self._digests: dict[int, str] = {}
 
@@ -55,8 +61,7 @@ class Diagnostics:
             self._digests.pop(local_page, None)
 
     def _own_pages(self, plan: BatchPlan) -> list[int]:
-        gather = plan.page_gather()
-        return [int(page) for page in gather.local_pages[plan.pool_owner(self._comm.rank)]]
+        return [int(page) for page in plan.everything.local_pages[plan.pool_owner(self._comm.rank)]]
 
     def compare_view(self, plan: BatchPlan, layer: int, view: View, rows: LayerRows) -> None:
         """Compare what a view shows of one layer with the owners' pages, byte by byte.
@@ -65,29 +70,45 @@ class Diagnostics:
             PlanError: naming request, position, page and owner of the first row that differs.
         """
         geometry = self._pool.geometry
-        gather = plan.page_gather()
-        own = torch.from_numpy(gather.local_pages[plan.pool_owner(self._comm.rank)])
-        padded = torch.cat([own, own.new_zeros(gather.max_pages - len(own))])
-        pages = self._comm.all_gather(self._pool.latent_pages(layer, padded), f"shadow of layer {layer}")
-        latent = pages.flatten(0, 1).unflatten(1, (geometry.page_size, -1))
-        index = None
+        gather = plan.everything
+        local_pages = torch.from_numpy(gather.padded_local_pages(plan.pool_owner(self._comm.rank)))
+        page_bytes = geometry.page_size * geometry.row_format.latent_row_bytes
+        latent = self._gather(local_pages, page_bytes, partial(self._pool.latent_pages, layer), f"rows {layer}")
+        truth = {"latent rows": latent.unflatten(1, (geometry.page_size, -1))}
         if geometry.slots[layer] >= 0:
-            blocks = self._comm.all_gather(self._pool.index_pages(layer, padded), f"shadow of index keys {layer}")
-            index = _rows_of_blocks(blocks.flatten(0, 1), geometry)
+            collect = partial(self._pool.index_pages, layer)
+            blocks = self._gather(local_pages, geometry.index_block_bytes, collect, f"index keys {layer}")
+            truth["index keys"] = _rows_of_blocks(blocks, geometry)
         for number, segment in enumerate(plan.spec.segments):
-            view_pages = torch.from_numpy(gather.view_pages[number])
-            shown = {"latent rows": (rows.latent[view.rows_of(number, torch.arange(segment.end))], latent)}
-            if index is not None:
-                shown["index keys"] = (rows.index_keys(number), index)
-            for what, (ours, truth) in shown.items():
-                wrong = (ours != truth[view_pages].flatten(0, 1)[: segment.end]).any(dim=1).nonzero().flatten()
-                if len(wrong):
-                    position = int(wrong[0])
-                    page = segment.pages[position // geometry.page_size]
-                    raise PlanError(
-                        f"view {view.name}, layer {layer}, request {segment.request_id}: {what} of position "
-                        f"{position} differ from page {page} of owner {plan.placement.owner(page)}"
-                    )
+            pages = torch.from_numpy(gather.gathered_pages[number])
+            for what, stored in truth.items():
+                expected = stored[pages].flatten(0, 1)[: segment.end]
+                shown = rows.key_blocks(number) if what == "index keys" else _latent_rows(rows, number, segment.end)
+                if what == "index keys" and segment.end <= self._topk:
+                    continue
+                for first, part in shown:
+                    wrong = (part != expected[first : first + len(part)]).any(dim=1).nonzero().flatten()
+                    if len(wrong):
+                        position = first + int(wrong[0])
+                        page = segment.pages[position // geometry.page_size]
+                        raise PlanError(
+                            f"view {view.name}, layer {layer}, request {segment.request_id}: {what} of position "
+                            f"{position} differ from page {page} of owner {plan.placement.owner(page)}"
+                        )
+
+    def _gather(
+        self, local_pages: torch.Tensor, num_bytes: int, collect: Callable[..., None], label: str
+    ) -> torch.Tensor:
+        """Pages of every rank, uint8 [ranks * pages, num_bytes]."""
+        own = torch.empty(len(local_pages), num_bytes, dtype=torch.uint8)
+        collect(local_pages, out=own)
+        return self._comm.all_gather(own, f"shadow of {label}").flatten(0, 1)
+
+
+def _latent_rows(rows: LayerRows, segment: int, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """All latent rows of a request that a view shows, a few at a time."""
+    for first in range(0, tokens, ROWS_AT_A_TIME):
+        yield first, rows.chosen_rows(segment, torch.arange(first, min(tokens, first + ROWS_AT_A_TIME)))
 
 
 def _rows_of_blocks(blocks: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:

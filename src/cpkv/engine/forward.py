@@ -15,12 +15,16 @@ from cpkv.comm.communicator import Communicator
 from cpkv.engine.diagnostics import Diagnostics
 from cpkv.errors import NumericsError
 from cpkv.layout.plan import BatchPlan, LocalTokens
+from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.dsa_model import DsaModel, LayerProjections
 from cpkv.ops.reference.index_keys import encode_index_keys
 from cpkv.ops.reference.latent_rows import encode_latent_rows
+from cpkv.ops.words import select_rows
 from cpkv.pool.page_pool import PagePool
+from cpkv.views.counters import ViewCounters
 from cpkv.views.factory import open_view
-from cpkv.views.view import CurrentRows, ViewCounters
+from cpkv.views.scratch import Scratch
+from cpkv.views.view import CurrentRows, View, ViewContext
 
 
 @dataclass
@@ -53,13 +57,15 @@ class BatchResult(NamedTuple):
 
 
 class ForwardPass:
-    """What a rank needs for a batch, tied together; it owns none of it.
+    """What a rank needs for a batch, tied together; it owns nothing of it but the scratch.
 
     Args:
         model: the model.
         pool: this rank's pages.
         comm: this rank's end of the group.
         counters: where the costs of all batches add up.
+        scratch: where views hold what they gather.
+        options: how views work.
         diagnostics: checks of every batch, when they are on.
     """
 
@@ -69,19 +75,24 @@ class ForwardPass:
         pool: PagePool,
         comm: Communicator,
         counters: ViewCounters,
+        scratch: Scratch,
+        *,
+        options: ViewOptions | None = None,
         diagnostics: Diagnostics | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.comm = comm
         self.counters = counters
+        self._scratch = scratch
         self._diagnostics = diagnostics
-        shape = model.shape
+        self._costs = model.shape.view_costs(
+            pool.model_geometry, model.compute_dtype.itemsize, options or ViewOptions()
+        )
         self._attention = DsaAttention(
             row_format=pool.geometry.row_format,
-            topk=shape.topk,
-            index_heads=shape.index_heads,
-            scale=shape.softmax_scale,
+            blocks=self._costs.queries,
+            scale=model.shape.softmax_scale,
             compute_dtype=model.compute_dtype,
         )
 
@@ -96,58 +107,66 @@ class ForwardPass:
         Raises:
             NumericsError: a score is NaN, or a wanted logit is not finite.
         """
-        local = plan.local_tokens(self.comm.rank)
-        positions = torch.from_numpy(local.positions)
-        hidden = self.model.embed(torch.from_numpy(local.token_ids))
-        rotation = self.model.rotation(positions)
-        writes = plan.page_writes(plan.pool_owner(self.comm.rank))
         cost = ViewCounters()
-        view = open_view(plan, self.pool, self.comm, cost)
-        choices: list[Choice] = []
         if self._diagnostics is not None:
             self._diagnostics.before_batch(plan)
+        view = open_view(plan, ViewContext(self.pool, self.comm, self._costs, self._scratch, cost))
+        try:
+            result = BatchResult(self._run_layers(plan, view, trace), cost)
+        except BaseException:
+            view.close(abandon=True)
+            raise
+        view.close()
+        if self._diagnostics is not None:
+            self._diagnostics.after_batch(plan)
+        self.counters.add(cost)
+        return result
+
+    def _run_layers(self, plan: BatchPlan, view: View, trace: BatchTrace | None) -> dict[str, torch.Tensor]:
+        local = plan.local_tokens(self.comm.rank)
+        hidden = self.model.embed(torch.from_numpy(local.token_ids))
+        rotation = self.model.rotation(torch.from_numpy(local.positions))
+        writes = plan.page_writes(plan.pool_owner(self.comm.rank))
+        choices: list[Choice] = []
         for layer in range(self.model.shape.num_layers):
             projected = self.model.project(layer, hidden, rotation)
-            current = self._gather_current(plan, layer, projected)
+            current = self._gather_current(plan, layer, view, projected)
             self.pool.write(layer, writes, current.latent, current.index)
             rows = view.open_layer(layer, current)
             if self._diagnostics is not None:
                 self._diagnostics.compare_view(plan, layer, view, rows)
             if projected.attention.index is not None:
-                choices = self._attention.choose(rows, local, projected.attention.index)
-                ends = [plan.spec.segments[number].end for number, _, _ in local.runs]
-                cost.hold(rows.held_bytes + max(map(self._attention.key_bytes, ends), default=0))
+                choices = self._attention.choose(plan, rows, local, projected.attention.index)
                 if trace is not None and trace.want_choices:
                     trace.choices[layer] = _padded_choices(choices, self.model.shape.topk, len(local.packed))
-            attended = self._attention.attend(view, rows, projected.attention.queries, choices)
+            rows.keys_done()
+            attended = self._attention.attend(rows, projected.attention.queries, choices)
+            rows.close()
             hidden = self.model.finish(layer, hidden, attended)
-            # Else this layer's buffers would live until the next layer's are made.
-            del rows, current
-        if self._diagnostics is not None:
-            self._diagnostics.after_batch(plan)
         if trace is not None and trace.want_logits:
             trace.logits = self.model.logits(hidden)
-        self.counters.add(cost)
-        return BatchResult(self._last_logits(plan, local, hidden), cost)
+        return self._last_logits(plan, local, hidden)
 
-    def _gather_current(self, plan: BatchPlan, layer: int, projected: LayerProjections) -> CurrentRows:
-        """Convert this rank's rows once, gather everyone's, put them in token order."""
+    def _gather_current(self, plan: BatchPlan, layer: int, view: View, projected: LayerProjections) -> CurrentRows:
+        """Convert this rank's rows once, gather everyone's, put them in token order where the view wants them."""
         row_format = self.pool.geometry.row_format
-        latent = encode_latent_rows(projected.latent, projected.rope_key, row_format.latent_dtype)
-        index = None
-        if projected.index_keys is not None:
-            index = encode_index_keys(projected.index_keys, row_format.index_dtype)
+        target = view.current_target(layer)
         order = torch.from_numpy(plan.split.gather_slots)
 
-        def gathered(rows: torch.Tensor, label: str) -> torch.Tensor:
-            padding = rows.new_zeros(plan.split.max_tokens - rows.shape[0], rows.shape[1])
-            everyone = self.comm.all_gather(torch.cat([rows, padding]), f"{label} {layer}")
-            return everyone.flatten(0, 1).index_select(0, order)
+        def gather(rows: torch.Tensor, out: torch.Tensor, label: str) -> None:
+            everyone = view.exchange(rows.shape[1])
+            own = everyone[self.comm.rank]
+            own[: len(rows)] = rows
+            own[len(rows) :] = 0
+            self.comm.all_gather(own, f"{label} {layer}", out=everyone)
+            select_rows(everyone.flatten(0, 1), order, out)
 
-        return CurrentRows(
-            latent=gathered(latent, "current latent rows"),
-            index=gathered(index, "current index keys") if index is not None else None,
-        )
+        latent = encode_latent_rows(projected.latent, projected.rope_key, row_format.latent_dtype)
+        gather(latent, target.latent, "current latent rows")
+        if projected.index_keys is not None:
+            assert target.index is not None
+            gather(encode_index_keys(projected.index_keys, row_format.index_dtype), target.index, "current index keys")
+        return CurrentRows(target.latent[: plan.num_tokens], target.index)
 
     def _last_logits(self, plan: BatchPlan, local: LocalTokens, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         last_logits = {}

@@ -21,8 +21,9 @@ from cpkv.engine.request import Request, check_request
 from cpkv.engine.sampling import sample_token
 from cpkv.engine.tensors import bytes_tensor
 from cpkv.errors import CapacityError, CpkvError, PromptError, ProtocolError, WorkerDiedError
-from cpkv.layout.plan import BatchSpec, Segment, choose_view
-from cpkv.layout.schedule import next_batch
+from cpkv.layout.plan import BatchSpec, Segment
+from cpkv.layout.planner import ViewChoice
+from cpkv.layout.schedule import Piece, next_batch
 from cpkv.layout.transfer_map import sender_of_positions
 from cpkv.model.norms import compute_dtype_of
 from cpkv.ops.reference.latent_rows import torch_dtype
@@ -54,7 +55,8 @@ class BatchReport:
         view: which view it used.
         reason: why that one.
         tokens: computed, over all requests.
-        moved_bytes: that page gathers brought to the rank that got most.
+        planned_bytes: that the planner expected page gathers to bring to a rank.
+        moved_bytes: that they brought to the rank that got most.
         scratch_bytes: that the rank which held most held beside its pool.
         seconds: of the slowest rank.
         slowest_rank: which one that was.
@@ -63,6 +65,7 @@ class BatchReport:
     view: str
     reason: str
     tokens: int
+    planned_bytes: int
     moved_bytes: int
     scratch_bytes: int
     seconds: float
@@ -109,7 +112,9 @@ class PrefillScheduler:
         self._trace = trace
         self._placement = cluster.placement(shared)
         self.allocator = PageAllocator(cluster.pool_pages(shared), self._placement)
+        self._planner = cluster.planner(shared)
         self._batches = 0
+        self._last_choice = ("", "")
         self._undrained: list[str] = []
 
     def run(self, requests: Sequence[Request]) -> PrefillReport:
@@ -131,7 +136,9 @@ class PrefillScheduler:
         self._release_drained()
         waiting, admitted = deque(requests), list[Admitted]()
         while waiting or admitted:
-            self._admit(waiting, admitted)
+            self._admit(waiting, admitted, report)
+            if not admitted:
+                break
             started = time.perf_counter()
             self._run_batch(admitted, report)
             report.compute_seconds += time.perf_counter() - started
@@ -143,7 +150,7 @@ class PrefillScheduler:
         self.allocator.check()
         return report
 
-    def _admit(self, waiting: deque[Request], admitted: list[Admitted]) -> None:
+    def _admit(self, waiting: deque[Request], admitted: list[Admitted], report: PrefillReport) -> None:
         while waiting:
             request = waiting[0]
             try:
@@ -152,28 +159,25 @@ class PrefillScheduler:
                 if not admitted:
                     raise
                 return
-            admitted.append(Admitted(request, pages))
             waiting.popleft()
+            entry = Admitted(request, pages)
+            try:
+                chunk = self._cluster.settings.chunk_size
+                self._planner.check_request(request.request_id, entry.total_tokens, pages, chunk)
+            except CapacityError as error:
+                report.failures[request.request_id] = error
+                LOG.warning("request %s is refused: %s", request.request_id, error)
+                self.allocator.free(request.request_id)
+                continue
+            admitted.append(entry)
 
     def _run_batch(self, admitted: list[Admitted], report: PrefillReport) -> None:
         settings = self._cluster.settings
-        progress = [(entry.done_tokens, entry.total_tokens) for entry in admitted]
-        pieces = next_batch(progress, settings.chunk_size)
-        segments = tuple(
-            Segment(
-                request_id=admitted[piece.request].request.request_id,
-                start=piece.start,
-                token_ids=admitted[piece.request].request.token_ids[piece.start : piece.end],
-                pages=admitted[piece.request].pages,
-                is_last=piece.end == admitted[piece.request].total_tokens,
-            )
-            for piece in pieces
-        )
-        view, reason = choose_view(segments, shared=self._shared, current_reuse=settings.current_reuse)
-        spec = BatchSpec(self._batches, segments, settings.cp_strategy, view)
+        pieces, segments, choice = self._next_batch(admitted)
+        spec = BatchSpec(self._batches, segments, settings.cp_strategy, choice.view)
         replies = self._cluster.call_ranks(RunBatch(spec, self._trace))
         self._batches += 1
-        self._note_batch(spec, reason, list(replies.values()), report)
+        self._note_batch(spec, choice, list(replies.values()), report)
         dtype = compute_dtype_of(torch_dtype(settings.dtype))
         last_logits = {
             request_id: bytes_tensor(raw, dtype)
@@ -186,11 +190,31 @@ class PrefillScheduler:
             if piece.end == entry.total_tokens:
                 entry.last_logits = last_logits[entry.request.request_id]
 
-    def _note_batch(self, spec: BatchSpec, reason: str, replies: list[BatchDone], report: PrefillReport) -> None:
+    def _next_batch(self, admitted: Sequence[Admitted]) -> tuple[tuple[Piece, ...], tuple[Segment, ...], ViewChoice]:
+        """The next batch that fits the scratch: requests that came last wait for a later one."""
+        progress = [(entry.done_tokens, entry.total_tokens) for entry in admitted]
+        pieces = next_batch(progress, self._cluster.settings.chunk_size)
+        if self._cluster.settings.kv_view == "current" and pieces[-1].end < progress[pieces[-1].request][1]:
+            # It would have history in the next batch; it fits into that one whole.
+            pieces = pieces[:-1]
+        while True:
+            segments = tuple(_segment(admitted[piece.request], piece.start, piece.end) for piece in pieces)
+            try:
+                return pieces, segments, self._planner.choose(segments)
+            except CapacityError:
+                if len(pieces) == 1:
+                    raise
+                pieces = pieces[:-1]
+
+    def _note_batch(self, spec: BatchSpec, choice: ViewChoice, replies: list[BatchDone], report: PrefillReport) -> None:
+        if (choice.view, choice.reason) != self._last_choice:
+            self._last_choice = (choice.view, choice.reason)
+            LOG.info("from batch %d on: view %s, since %s", spec.batch_number, choice.view, choice.reason)
         batch = BatchReport(
             view=spec.view,
-            reason=reason,
+            reason=choice.reason,
             tokens=sum(segment.length for segment in spec.segments),
+            planned_bytes=choice.cost.moved_bytes,
             moved_bytes=max(reply.cost.moved_bytes for reply in replies),
             scratch_bytes=max(reply.cost.scratch_bytes for reply in replies),
             seconds=max(reply.seconds for reply in replies),
@@ -198,12 +222,11 @@ class PrefillScheduler:
         )
         report.batches.append(batch)
         LOG.info(
-            "batch %d: %d tokens of %d requests, view %s (%s), %d bytes moved and %d held per rank, %.3f s on rank %d",
+            "batch %d: %d tokens of %d requests, view %s, %d bytes moved and %d held per rank, %.3f s on rank %d",
             spec.batch_number,
             batch.tokens,
             len(spec.segments),
             batch.view,
-            batch.reason,
             batch.moved_bytes,
             batch.scratch_bytes,
             batch.seconds,
@@ -289,3 +312,14 @@ class PrefillScheduler:
     def _poison(self, pages: tuple[int, ...]) -> None:
         if self._cluster.settings.debug:
             self._cluster.call_ranks(PoisonPages(pages))
+
+
+def _segment(entry: Admitted, start: int, end: int) -> Segment:
+    """Tokens `start` to `end` - 1 of an admitted request."""
+    return Segment(
+        request_id=entry.request.request_id,
+        start=start,
+        token_ids=entry.request.token_ids[start:end],
+        pages=entry.pages,
+        is_last=end == entry.total_tokens,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import time
 from collections.abc import Callable
@@ -39,14 +40,18 @@ from cpkv.errors import PlanError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan
 from cpkv.layout.transfer_map import page_moves
+from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.checkpoint import read_config
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import PagePool
+from cpkv.pool.sealed_segment import host_identity
+from cpkv.pool.unified_pool import UnifiedPool
 from cpkv.protocol.messages import Done, Hello, SenderDescription
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.page_sender import PageSender
-from cpkv.views.view import ViewCounters
+from cpkv.views.counters import ViewCounters
+from cpkv.views.scratch import Scratch
 
 Part = TypeVar("Part")
 
@@ -69,7 +74,9 @@ class RankWorker:
         config = read_config(Path(start.checkpoint))
         self._model = DsaModel.load(config, Path(start.prepared), start.settings.latent_norm_eps)
         settings = start.settings
-        self._geometry = self._model.shape.geometry(settings.page_size, settings.dtype, settings.index_dtype)
+        self._geometry = self._model.shape.geometry(
+            settings.page_size, settings.stored_latent_dtype, settings.index_dtype
+        )
         self._placement = PagePlacement(settings.page_size, settings.cp_size)
         self._counters = ViewCounters()
         self._pool: PagePool | None = None
@@ -87,7 +94,7 @@ class RankWorker:
             "python": platform.python_version(),
             "threads": str(torch.get_num_threads()),
         }
-        return WorkerReady(facts)
+        return WorkerReady(facts, host=host_identity())
 
     def handle(self, command: Any) -> Any:
         """Act on a command and return the reply.
@@ -113,11 +120,36 @@ class RankWorker:
         if self._pool is not None:
             raise PlanError(f"rank {self._rank} still has a pool; close it before another is opened")
         self._placement = PagePlacement(self._settings.page_size, self._settings.cp_size if command.shared else 1)
-        self._pool = PagePool(self._geometry, command.local_pages, poison=self._settings.debug)
+        self._pool = self._make_pool(command)
         self._counters = ViewCounters()
-        self._diagnostics = Diagnostics(self._pool, self._comm) if self._settings.debug else None
-        self._forward = ForwardPass(self._model, self._pool, self._comm, self._counters, self._diagnostics)
+        debug = self._settings.debug
+        self._diagnostics = Diagnostics(self._pool, self._comm, self._model.shape.topk) if debug else None
+        self._forward = ForwardPass(
+            self._model,
+            self._pool,
+            self._comm,
+            self._counters,
+            Scratch(command.scratch_bytes, poison=debug),
+            options=ViewOptions(prefetch=self._settings.prefetch),
+            diagnostics=self._diagnostics,
+        )
         return PoolOpened(self._pool.allocated_bytes)
+
+    def _make_pool(self, command: OpenPool) -> PagePool:
+        settings = self._settings
+        if not command.unified:
+            return PagePool(self._geometry, command.local_pages, poison=settings.debug)
+        return UnifiedPool.open(
+            self._geometry,
+            command.local_pages,
+            rank=self._rank,
+            cp_size=settings.cp_size,
+            chunk_tokens=settings.chunk_size,
+            secret=self._start.secret,
+            folder=Path(self._start.rendezvous).parent,
+            fence=lambda label: self._comm.barrier(label),
+            poison=settings.debug,
+        )
 
     def _close_pool(self, command: ClosePool) -> Done:
         if self._sender is not None:
@@ -207,8 +239,10 @@ class RankWorker:
             self._link.close()
         if self._backend is not None:
             self._backend.close()
+        # Shared memory stays mapped as long as anything holds a pool.
+        self._sender = self._pool = self._forward = self._diagnostics = None
         self._comm.close()
 
 
 def _as_message(counters: ViewCounters) -> CountersAre:
-    return CountersAre(counters.batches, counters.moved_bytes, counters.history_bytes, counters.scratch_bytes)
+    return CountersAre(**dataclasses.asdict(counters))

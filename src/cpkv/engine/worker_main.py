@@ -45,7 +45,7 @@ def make_worker(command: object) -> Worker:
         comm = (
             ThreadGroup(1).communicator(0)
             if cp_size == 1
-            else GlooCommunicator(command.rank, cp_size, Path(command.rendezvous))
+            else GlooCommunicator.join(command.rank, cp_size, Path(command.rendezvous))
         )
         return RankWorker(command, comm, lambda: make_backend(command.settings))
     if isinstance(command, StartDecode):

@@ -15,19 +15,17 @@ how large it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 import msgspec
 import numpy as np
 
-from cpkv.config.names import SplitStrategy
+from cpkv.config.names import SplitStrategy, ViewName
 from cpkv.errors import PlanError
+from cpkv.layout.page_gather import PageGather
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.split import IntArray, TokenSplit, split_tokens
-
-ViewName = Literal["full", "current", "replicated"]
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -96,23 +94,6 @@ class PageWrites:
     packed: IntArray
     local_pages: IntArray
     offsets: IntArray
-
-
-@dataclass(frozen=True)
-class PageGather:
-    """The pages of the batch by owner, padded so that every rank contributes the same number.
-
-    Attributes:
-        local_pages: per owner, its pages of this batch; fewer than `max_pages` on most ranks.
-        max_pages: pages that each rank contributes; the view has cp_size * max_pages pages.
-        view_pages: per segment, the page of the view that holds each of its logical page positions.
-        history_pages: pages of the batch that hold at least one history token.
-    """
-
-    local_pages: tuple[IntArray, ...]
-    max_pages: int
-    view_pages: tuple[IntArray, ...]
-    history_pages: int
 
 
 @dataclass(frozen=True)
@@ -190,47 +171,26 @@ class BatchPlan:
         local_pages = self.placement.local_page(self.pages[packed])
         return PageWrites(packed, local_pages, self.positions[packed] % self.placement.page_size)
 
-    def page_gather(self) -> PageGather:
-        """Which pages the `full` view gathers from whom, and where each lands."""
-        page_size = self.placement.page_size
-        batch_pages = [segment.pages[: self.placement.pages_for(segment.end)] for segment in self.spec.segments]
-        unique = np.unique(np.concatenate([np.asarray(pages, dtype=np.int64) for pages in batch_pages]))
-        owners = self.placement.owner(unique)
-        by_owner = tuple(unique[owners == owner] for owner in range(self.placement.cp_size))
-        max_pages = max(len(pages) for pages in by_owner)
-        view_page = {
-            int(page): owner * max_pages + place
-            for owner, pages in enumerate(by_owner)
-            for place, page in enumerate(pages)
-        }
-        history = {page for segment in self.spec.segments for page in segment.pages[: -(-segment.start // page_size)]}
-        return PageGather(
-            local_pages=tuple(self.placement.local_page(pages) for pages in by_owner),
-            max_pages=max_pages,
-            view_pages=tuple(np.asarray([view_page[page] for page in pages], dtype=np.int64) for pages in batch_pages),
-            history_pages=len(history),
-        )
+    @cached_property
+    def history(self) -> PageGather:
+        """The gather of the pages that hold history, by segment."""
+        return PageGather.of([self.history_pages(number) for number in range(len(self.spec.segments))], self.placement)
 
+    @cached_property
+    def everything(self) -> PageGather:
+        """The gather of all pages of the batch, by segment."""
+        return PageGather.of([self._pages(segment, segment.end) for segment in self.spec.segments], self.placement)
 
-def choose_view(segments: Sequence[Segment], *, shared: bool, current_reuse: bool) -> tuple[ViewName, str]:
-    """The view of a batch and the reason, in words.
+    def history_pages(self, segment: int) -> IntArray:
+        """The logical pages of a segment that hold its history."""
+        return self._pages(self.spec.segments[segment], self.spec.segments[segment].start)
 
-    Args:
-        segments: the batch.
-        shared: the pool holds one copy over the ranks; a replicated pool is read where it lies.
-        current_reuse: a batch without history may read the gathered current rows themselves.
-    """
-    if not shared:
-        return "replicated", "every rank holds every page"
-    if any(segment.start for segment in segments):
-        return "full", "the batch has history"
-    if not current_reuse:
-        return "full", "current reuse is turned off"
-    return "current", "no request of the batch has history"
+    def _pages(self, segment: Segment, tokens: int) -> IntArray:
+        return np.asarray(segment.pages[: self.placement.pages_for(tokens)], dtype=np.int64)
 
 
 def _check(spec: BatchSpec, placement: PagePlacement, cp_size: int) -> None:
-    owners = 1 if spec.view == "replicated" else cp_size
+    owners = 1 if spec.view in ("replicated", "layer-split") else cp_size
     if placement.cp_size != owners:
         raise PlanError(
             f"view {spec.view} over {cp_size} ranks reads pools of {owners} owners, and these have {placement.cp_size}"
@@ -248,4 +208,4 @@ def _check(spec: BatchSpec, placement: PagePlacement, cp_size: int) -> None:
         if reserved:
             raise PlanError(f"request {segment.request_id} holds page {reserved[0]}, which is reserved or no page")
     if spec.view == "current" and any(segment.start for segment in spec.segments):
-        raise PlanError(f"batch {spec.batch_number} has history, which the view `current` does not hold; use `full`")
+        raise PlanError(f"batch {spec.batch_number} has history, which the view `current` does not hold; use `mixed`")

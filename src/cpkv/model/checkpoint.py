@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from cpkv.errors import CheckpointError
+from cpkv.layout.model_numbers import DSA_MODEL_TYPES
 from cpkv.model.block_fp8 import dequantised_folder
 from cpkv.model.config_checks import check_config
-from cpkv.model.shape import SUPPORTED_MODEL_TYPES
 
 # How and by what a checkpoint was made says nothing about what it computes.
 UNRELATED_SETTINGS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
@@ -59,10 +59,10 @@ def read_config(folder: Path) -> Any:
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; fetch the file again") from error
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    if model_type not in DSA_MODEL_TYPES:
         raise CheckpointError(
             f"{path} says model_type {model_type!r}, which is not supported; cpkv serves models with DeepSeek Sparse "
-            f"Attention of type {' or '.join(SUPPORTED_MODEL_TYPES)}"
+            f"Attention of type {' or '.join(DSA_MODEL_TYPES)}"
         )
     from transformers import AutoConfig
 

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from cpkv.config.names import IndexDtype, LatentDtype
 from cpkv.errors import CheckpointError
-from cpkv.layout.pool_geometry import PoolGeometry, index_slots
-from cpkv.layout.row_format import RowFormat
-
-SUPPORTED_MODEL_TYPES = ("glm_moe_dsa", "deepseek_v32")
+from cpkv.layout.model_numbers import DSA_MODEL_TYPES, ModelNumbers
+from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.layout.view_costs import ViewCosts, ViewOptions
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class ModelShape:
         Raises:
             CheckpointError: the model has no DSA indexer that cpkv knows.
         """
-        if config.model_type not in SUPPORTED_MODEL_TYPES:
+        if config.model_type not in DSA_MODEL_TYPES:
             raise CheckpointError(
                 f"model_type is {config.model_type!r}, which has no DeepSeek Sparse Attention; "
-                f"use a model of type {' or '.join(SUPPORTED_MODEL_TYPES)}"
+                f"use a model of type {' or '.join(DSA_MODEL_TYPES)}"
             )
         types = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
         return cls(
@@ -82,10 +81,27 @@ class ModelShape:
             max_positions=config.max_position_embeddings,
         )
 
+    @property
+    def numbers(self) -> ModelNumbers:
+        """What the cache depends on."""
+        return ModelNumbers(
+            layers=self.num_layers,
+            has_indexer=self.has_indexer,
+            kv_lora_rank=self.kv_lora_rank,
+            rope_dim=self.rope_dim,
+            index_dim=self.index_dim,
+            index_heads=self.index_heads,
+            topk=self.topk,
+            max_positions=self.max_positions,
+        )
+
     def geometry(self, page_size: int, latent_dtype: LatentDtype, index_dtype: IndexDtype) -> PoolGeometry:
         """The pool that this model's KV needs."""
-        row_format = RowFormat(latent_dtype, self.kv_lora_rank, self.rope_dim, index_dtype, self.index_dim)
-        return PoolGeometry(row_format, page_size, index_slots(self.has_indexer))
+        return self.numbers.geometry(page_size, latent_dtype, index_dtype)
+
+    def view_costs(self, geometry: PoolGeometry, item_bytes: int, options: ViewOptions) -> ViewCosts:
+        """What views of this model's KV cost; `item_bytes` of a value while it is computed with."""
+        return self.numbers.view_costs(geometry, item_bytes, options)
 
 
 def _softmax_scale(config: Any) -> float:

@@ -22,3 +22,9 @@ def as_words(rows: torch.Tensor, *, divides: int = 0) -> torch.Tensor:
         if all(value % size == 0 for value in sizes):
             return rows.view(dtype)
     return rows
+
+
+def select_rows(rows: torch.Tensor, numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy rows uint8 [rows, bytes] by number int64 [n] into `out`, uint8 [n, bytes] contiguous."""
+    words = as_words(rows, divides=int(out.storage_offset()))
+    torch.index_select(words, 0, numbers, out=out.view(words.dtype))

@@ -18,7 +18,7 @@ from cpkv.layout.plan import PageWrites
 from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.ops.reference.index_keys import store_index_keys
 from cpkv.ops.reference.latent_rows import store_rows
-from cpkv.ops.words import as_words
+from cpkv.ops.words import select_rows
 
 POISON_BYTE = 0xFF
 
@@ -38,14 +38,27 @@ class PagePool:
         local_pages: pages of this rank, the trash page included.
         poison: fill every byte with 0xFF (NaN in every float format), so that a read of what nobody wrote shows;
             zeros otherwise.
+        memory: uint8 latent and index memory to use as it is, of the right sizes; allocated when left out.
+
+    Attributes:
+        geometry: of what is stored here.
+        model_geometry: of a page over all layers; another one only where a rank stores some of the layers.
 
     Raises:
         ConfigError: row numbers would not fit in 32 bits, or the memory is not there.
     """
 
-    def __init__(self, geometry: PoolGeometry, local_pages: int, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        local_pages: int,
+        *,
+        poison: bool = False,
+        memory: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         geometry.check_rows(local_pages)
         self.geometry = geometry
+        self.model_geometry = geometry
         self.local_pages = local_pages
         latent_shape = (
             local_pages,
@@ -54,6 +67,9 @@ class PagePool:
             geometry.row_format.latent_row_bytes,
         )
         index_shape = (local_pages, geometry.num_slots, geometry.index_block_bytes)
+        if memory is not None:
+            self.latent, self.index = memory[0].view(latent_shape), memory[1].view(index_shape)
+            return
         fill = POISON_BYTE if poison else 0
         try:
             self.latent = torch.full(latent_shape, fill, dtype=torch.uint8)
@@ -88,13 +104,13 @@ class PagePool:
             raise AllocatorError(f"layer {layer} reuses another layer's choice and stores no index keys")
         return slot
 
-    def latent_pages(self, layer: int, local_pages: torch.Tensor) -> torch.Tensor:
-        """Copy pages of one layer: uint8 [pages, page_size * latent_row_bytes]."""
-        return as_words(self.latent[:, layer].flatten(1)).index_select(0, local_pages).view(torch.uint8)
+    def latent_pages(self, layer: int, local_pages: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy pages of one layer into `out`, uint8 [pages, page_size * latent_row_bytes]."""
+        select_rows(self.latent[:, layer].flatten(1), local_pages, out)
 
-    def index_pages(self, layer: int, local_pages: torch.Tensor) -> torch.Tensor:
-        """Copy index blocks of one layer: uint8 [pages, index_block_bytes]."""
-        return as_words(self.index[:, self._slot(layer)]).index_select(0, local_pages).view(torch.uint8)
+    def index_pages(self, layer: int, local_pages: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy index blocks of one layer into `out`, uint8 [pages, index_block_bytes]."""
+        select_rows(self.index[:, self._slot(layer)], local_pages, out)
 
     def write(self, layer: int, writes: PageWrites, latent: torch.Tensor, index: torch.Tensor | None) -> None:
         """Store the rows that this rank owns.

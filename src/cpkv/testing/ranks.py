@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -17,17 +18,22 @@ import torch
 from cpkv.cache.allocator import PageAllocator
 from cpkv.comm.communicator import Collective
 from cpkv.comm.threads import ThreadGroup
-from cpkv.config.names import SplitStrategy
+from cpkv.config.names import KvView, SplitStrategy
 from cpkv.engine.forward import BatchTrace, ForwardPass
 from cpkv.layout.placement import PagePlacement
-from cpkv.layout.plan import BatchPlan, BatchSpec, Segment, choose_view
+from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
+from cpkv.layout.planner import ViewPlanner
 from cpkv.layout.pool_geometry import PoolGeometry, local_pages
 from cpkv.layout.schedule import next_batch
+from cpkv.layout.view_costs import ViewCost, ViewOptions
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import PagePool
-from cpkv.views.view import ViewCounters
+from cpkv.pool.unified_pool import UnifiedPool
+from cpkv.views.counters import ViewCounters
+from cpkv.views.scratch import Scratch
 
 Result = TypeVar("Result")
+MAX_CHUNK = 4096
 
 
 def run_on_ranks(group: ThreadGroup, function: Callable[[int], Result]) -> list[Result]:
@@ -66,6 +72,7 @@ class PrefillTrace:
         last_logits: as the engine reports them.
         pages: logical pages by position.
         specs: the batches, in order.
+        costs: what the planner expected of each.
     """
 
     logits: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -73,6 +80,7 @@ class PrefillTrace:
     last_logits: dict[str, torch.Tensor] = field(default_factory=dict)
     pages: dict[str, tuple[int, ...]] = field(default_factory=dict)
     specs: list[BatchSpec] = field(default_factory=list)
+    costs: list[ViewCost] = field(default_factory=list)
 
 
 class ThreadedRanks:
@@ -83,9 +91,12 @@ class ThreadedRanks:
         geometry: of the pools.
         cp_size: ranks.
         shared: one copy over the ranks, or every page on every rank.
+        unified: folder in which the ranks share the memory of their pools; None for memory of their own.
         num_pages: logical pages, reserved ones included; a multiple of cp_size.
         shuffle_seed: of the allocator; pages are never handed out in order.
-        poison: fill pools with NaN bytes first.
+        poison: fill pools, and the scratch of every batch, with NaN bytes first.
+        options: how views work.
+        scratch_bytes: see `ViewPlanner`.
     """
 
     def __init__(
@@ -98,6 +109,9 @@ class ThreadedRanks:
         num_pages: int,
         shuffle_seed: int | None = 7,
         poison: bool = True,
+        unified: Path | None = None,
+        options: ViewOptions | None = None,
+        scratch_bytes: int | None = None,
     ) -> None:
         self.cp_size = cp_size
         self.shared = shared
@@ -107,9 +121,42 @@ class ThreadedRanks:
         self.comms = [self.group.communicator(rank, record=True) for rank in range(cp_size)]
         self.counters = [ViewCounters() for _ in range(cp_size)]
         pages = local_pages(num_pages, self.placement)
-        self.pools = [PagePool(geometry, pages, poison=poison) for _ in range(cp_size)]
+        if unified is not None:
+            self.pools: list[PagePool] = run_on_ranks(
+                self.group,
+                lambda rank: UnifiedPool.open(
+                    geometry,
+                    pages,
+                    rank=rank,
+                    cp_size=cp_size,
+                    chunk_tokens=MAX_CHUNK,
+                    secret="secret",
+                    folder=unified,
+                    fence=self.comms[rank].barrier,
+                    poison=poison,
+                ),
+            )
+        else:
+            self.pools = [PagePool(geometry, pages, poison=poison) for _ in range(cp_size)]
+        self.scratches = [Scratch(scratch_bytes, poison=poison) for _ in range(cp_size)]
+        self.planner = ViewPlanner(
+            costs=model.shape.view_costs(geometry, model.compute_dtype.itemsize, options or ViewOptions()),
+            placement=self.placement,
+            cp_size=cp_size,
+            strategy="zigzag",
+            unified_reason=None if unified is not None else "these pools are in memory of their own",
+            scratch_bytes=scratch_bytes,
+        )
         self._passes = [
-            ForwardPass(model, self.pools[rank], self.comms[rank], self.counters[rank]) for rank in range(cp_size)
+            ForwardPass(
+                model,
+                self.pools[rank],
+                self.comms[rank],
+                self.counters[rank],
+                self.scratches[rank],
+                options=options,
+            )
+            for rank in range(cp_size)
         ]
 
     @property
@@ -131,8 +178,10 @@ class ThreadedRanks:
         chunk_size: int,
         strategy: SplitStrategy = "zigzag",
         current_reuse: bool = True,
+        view: KvView = "auto",
     ) -> PrefillTrace:
         """Prefill prompts in chunks, first come first served; pages stay allocated."""
+        planner = replace(self.planner, strategy=strategy, current_reuse=current_reuse, forced=view)
         names = list(prompts)
         result = PrefillTrace()
         for name in names:
@@ -146,8 +195,9 @@ class ThreadedRanks:
                 last = piece.end == len(prompts[name])
                 segments.append(Segment(name, piece.start, ids, result.pages[name], last))
                 done[name] = piece.end
-            view, _ = choose_view(segments, shared=self.shared, current_reuse=current_reuse)
-            spec = BatchSpec(len(result.specs), tuple(segments), strategy, view)
+            chosen = planner.choose(segments)
+            spec = BatchSpec(len(result.specs), tuple(segments), strategy, chosen.view)
+            result.costs.append(chosen.cost)
             plan, traces, last_logits = self.run(spec)
             result.specs.append(spec)
             result.last_logits |= last_logits

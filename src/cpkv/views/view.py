@@ -1,21 +1,29 @@
 """The interface that every view has. A view is made for one batch and asked once per layer.
 
-plan ----> View(plan, pool, comm) -- open_layer(l, current rows) --> LayerRows
-                                                                      .latent       rows that kernels read
-                                                                      .index_keys   keys in position order
-           .position_rows[segment]  pos -> row of .latent, the same for every layer
+plan ----> View(plan, context) -- current_target(l)  --> where the batch's own rows are to be put
+                               -- open_layer(l, current rows) --> LayerRows
+                                                       .chosen_rows   the rows that queries chose
+                                                       .key_blocks    index keys in position order
 """
 
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NewType
 
 import torch
 
+from cpkv.comm.communicator import Communicator
 from cpkv.layout.placement import keep_none
 from cpkv.layout.plan import BatchPlan
+from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.layout.view_costs import TAIL, BatchSizes, ViewCosts
+from cpkv.ops.reference.latent_rows import gather_rows
+from cpkv.pool.page_pool import PagePool
+from cpkv.views.counters import ViewCounters
+from cpkv.views.scratch import Scratch
 
 ViewRows = NewType("ViewRows", torch.Tensor)
 
@@ -32,67 +40,102 @@ class CurrentRows:
     latent: torch.Tensor
     index: torch.Tensor | None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return self.latent.numel() + (self.index.numel() if self.index is not None else 0)
 
-
-@dataclass
-class ViewCounters:
-    """What the batches of one rank cost, by view.
+@dataclass(frozen=True)
+class ViewContext:
+    """What the views of one rank work with.
 
     Attributes:
-        batches: view -> batches that used it.
-        moved_bytes: bytes that all-gathers of pages brought to this rank, padding and own pages included.
-        history_bytes: of the pages brought here, the bytes of those that hold history.
-        scratch_bytes: the most that any layer held beside the pool.
+        pool: this rank's pages.
+        comm: this rank's end of the group.
+        costs: which buffers each view takes.
+        scratch: where they come from.
+        counters: of this batch.
     """
 
-    batches: dict[str, int] = field(default_factory=dict)
-    moved_bytes: int = 0
-    history_bytes: int = 0
-    scratch_bytes: int = 0
+    pool: PagePool
+    comm: Communicator
+    costs: ViewCosts
+    scratch: Scratch
+    counters: ViewCounters
 
-    def count_batch(self, view: str) -> None:
-        """Count one batch."""
-        self.batches[view] = self.batches.get(view, 0) + 1
-
-    def hold(self, num_bytes: int) -> None:
-        """Note how much one layer holds."""
-        self.scratch_bytes = max(self.scratch_bytes, num_bytes)
-
-    def add(self, other: ViewCounters) -> None:
-        """Count what others cost too."""
-        for view, batches in other.batches.items():
-            self.batches[view] = self.batches.get(view, 0) + batches
-        self.moved_bytes += other.moved_bytes
-        self.history_bytes += other.history_bytes
-        self.scratch_bytes = max(self.scratch_bytes, other.scratch_bytes)
+    @property
+    def geometry(self) -> PoolGeometry:
+        """Of a page over all layers, whatever part of it this rank stores."""
+        return self.costs.geometry
 
 
 class LayerRows(abc.ABC):
-    """The rows of one layer, as attention reads them."""
+    """The rows of one layer, as attention reads them. Every rank closes it, also with no token of its own."""
 
     latent: torch.Tensor
-    """uint8 [view rows, latent_row_bytes]"""
+    """uint8 [view rows, latent_row_bytes]: what `View.rows_of` numbers. `blocked` has none."""
 
-    held_bytes: int
-    """Bytes of this layer's buffers beside the pool, the batch's current rows included."""
+    def __init__(self, view: View, latent: torch.Tensor) -> None:
+        self._view = view
+        self.latent = latent
 
     @abc.abstractmethod
-    def index_keys(self, segment: int) -> torch.Tensor:
-        """Stored index keys of a segment's request, uint8 [tokens, index_row_bytes], in position order."""
+    def key_blocks(self, segment: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Stored index keys of a segment's request: (first position, uint8 [tokens, index_row_bytes]).
+
+        Blocks come in position order and hold whole key tiles, except the last. Each is valid until the next is asked
+        for. Every rank must ask for all blocks of every segment with more than topk tokens, in plan order.
+        """
+
+    def chosen_rows(self, segment: int, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of positions (int64, any shape, each 0 or more): uint8 [*shape, latent_row_bytes]."""
+        return gather_rows(self.latent, self._view.rows_of(segment, positions))
+
+    def keys_done(self) -> None:  # noqa: B027
+        """No key block of this layer will be asked for any more."""
+
+    def close(self) -> None:  # noqa: B027
+        """This rank has attended to all its tokens in this layer."""
 
 
 class View(abc.ABC):
-    """What attention reads during one batch."""
+    """What attention reads during one batch.
 
-    name: str
+    Args:
+        plan: of the batch.
+        context: of the rank.
+    """
 
-    def __init__(self, plan: BatchPlan, position_rows: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, plan: BatchPlan, context: ViewContext) -> None:
         self.plan = plan
-        self._position_rows = position_rows
+        self.context = context
+        self._position_rows: tuple[torch.Tensor, ...] = ()
+        cost = context.costs.cost(plan.spec.view, BatchSizes.of(plan, context.costs.options))
+        self.buffers = context.scratch.carve({name: size for name, size in cost.buffers.items() if name != TAIL})
+        context.counters.open_batch(plan.spec.view, cost.held_bytes)
+
+    @property
+    def name(self) -> str:
+        """The view's name in the plan."""
+        return self.plan.spec.view
+
+    def exchange(self, row_bytes: int) -> torch.Tensor:
+        """Where rows of all ranks arrive: uint8 [cp_size, tokens of a rank, row_bytes]."""
+        shape = (self.plan.cp_size, self.plan.split.max_tokens, row_bytes)
+        return self.buffers["exchange"][: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def current_target(self, layer: int) -> CurrentRows:
+        """Where the current rows of a layer are to be put before it is opened."""
+        row_format = self.context.geometry.row_format
+        return CurrentRows(
+            self.buffers["current rows"].view(-1, row_format.latent_row_bytes), self._index_target(layer)
+        )
+
+    def _index_target(self, layer: int) -> torch.Tensor | None:
+        if self.context.geometry.slots[layer] < 0:
+            return None
+        return self.buffers["current index keys"].view(-1, self.context.geometry.row_format.index_row_bytes)
+
+    def current_keys(self, segment: int, current: CurrentRows) -> torch.Tensor:
+        """The current index rows of a segment, uint8 [tokens, index_row_bytes]."""
+        assert current.index is not None
+        return current.index[self.plan.offsets[segment] : self.plan.offsets[segment + 1]]
 
     def rows_of(self, segment: int, positions: torch.Tensor) -> ViewRows:
         """The rows of positions of a segment's request, in every layer; -1 stays -1.
@@ -107,3 +150,6 @@ class View(abc.ABC):
     @abc.abstractmethod
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:
         """Make a layer readable. Every rank calls it for every layer, in order, also with no token of its own."""
+
+    def close(self, *, abandon: bool = False) -> None:  # noqa: B027
+        """The batch is over, or with `abandon` has failed and nothing is waited for."""

@@ -21,6 +21,13 @@ from cpkv.testing.leaks import child_processes, nothing_left_behind
 
 WORKER = "cpkv.engine.worker_main"
 PATIENCE_S = 50.0
+# A test run that a script started in the background ignores SIGINT, and its children inherit that.
+START = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from cpkv.cli.main import run
+run()
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Demo:
         folder.mkdir()
         words = ["--verbose"] * verbose + ["demo", *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from cpkv.cli.main import run; run()", *words],
+            [sys.executable, "-c", START, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -29,7 +29,7 @@ LONG_DECODE = ("--cp-size", "2", "--prompt-tokens", "400", "--max-new-tokens", "
     ("arguments", "moment", "victim", "doing"),
     [
         (LONG_PREFILL, "starting 2 prefill ranks", "prefill rank 1", "StartRank"),
-        (LONG_PREFILL, "view full (the batch has history)", "prefill rank 1", "RunBatch"),
+        (LONG_PREFILL, "view unified, since the ranks share memory", "prefill rank 1", "RunBatch"),
         (LONG_DECODE, "shared: decode", "decode worker", "DecodeStep"),
     ],
     ids=["start", "prefill", "decode"],
@@ -50,7 +50,7 @@ def test_workers_end_when_the_command_is_killed(demo: Run, until: Run, processes
     """Also one that waits for another in a collective, and that one when it goes on."""
     running = demo(*LONG_PREFILL, verbose=True)
     stopped = running.wait_for_worker("prefill rank 1")
-    running.wait_for("view full (the batch has history)")
+    running.wait_for("view unified, since the ranks share memory")
     assert len(processes(running.folder)) == 4
     os.kill(stopped, signal.SIGSTOP)
     running.process.kill()

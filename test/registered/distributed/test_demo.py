@@ -122,7 +122,7 @@ def test_on_processes(demo: Run, tmp_path: Path) -> None:
     assert report["tokens_reference"] == report["tokens"]
     assert report["max_logit_diff_reference"] <= 1e-4
     # 500 and 375 tokens in batches of 200: only the first has no history.
-    assert report["views"] == {"current": 1, "full": 4}
+    assert report["views"] == {"current": 1, "unified": 4}
     assert sum(report["sent_pages_per_rank"]) == pages_of(report, [500, 375])
     assert max(report["sent_pages_per_rank"]) - min(report["sent_pages_per_rank"]) <= 2
     assert load_file(dump / "logits.safetensors")["prompt_ids.request-1"].shape == (375,)
@@ -146,8 +146,8 @@ def test_several_requests_in_chunks(small: Run) -> None:
 
 
 def test_history_is_counted_and_only_history(small: Run) -> None:
-    report = small("--cp-size", "2", "--chunk-size", "100")
-    assert report["views"] == {"current": 1, "full": 2}
+    report = small("--cp-size", "2", "--chunk-size", "100", "--kv-view", "mixed")
+    assert report["views"] == {"mixed": 3}
     page_bytes = report["sent_bytes_per_rank"][0] // report["sent_pages_per_rank"][0]
     # Batches start at 0, 100 and 200: 0, 7 and 13 pages of 16 hold history.
     assert report["gathered_bytes"] == 20 * page_bytes
@@ -156,7 +156,7 @@ def test_history_is_counted_and_only_history(small: Run) -> None:
 def test_current_reuse_can_be_turned_off(small: Run) -> None:
     with_reuse, without = small("--cp-size", "2"), small("--cp-size", "2", "--no-current-reuse")
     assert with_reuse["views"] == {"current": 1}
-    assert without["views"] == {"full": 1}
+    assert without["views"] == {"unified": 1}
     assert without["gathered_bytes"] == 0
     assert without["tokens"] == with_reuse["tokens"]
     assert without["scratch_bytes_per_rank"] > with_reuse["scratch_bytes_per_rank"]

@@ -20,7 +20,7 @@ from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.ranks import run_on_ranks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=9, suite="distributed")
+register_cpu_ci(est_time=7, suite="distributed")
 
 RANKS = 3
 QUICK_S = 15.0
@@ -43,8 +43,59 @@ def contributions(rank):
     }
 """
 
+# The other collectives, with what each rank has in the end, by label.
+EXCHANGES = """
+import threading
+
+def exchanges(comm):
+    rank, size, done = comm.rank, comm.size, {}
+    for source in range(size):
+        own = torch.arange(5) + 100 * rank
+        assert comm.broadcast(own, source, f"broadcast {source}") is own
+        done[f"broadcast {source}"] = own
+    for label, sizes in {
+        "uneven": [[(sender + 2 * taker) % 3 for taker in range(size)] for sender in range(size)],
+        "to rank 1 alone": [[4 * (taker == 1) for taker in range(size)] for _ in range(size)],
+        "from rank 2 alone": [[3 * (sender == 2)] * size for sender in range(size)],
+        "nothing": [[0] * size] * size,
+    }.items():
+        mine, theirs = sizes[rank], [row[rank] for row in sizes]
+        sent = torch.arange(2 * sum(mine)).view(-1, 2) + 1000 * rank
+        received = torch.full((sum(theirs), 2), -1)
+        comm.all_to_all(sent, mine, received, theirs, label)
+        done[label] = received
+    whole = torch.full((size, 2, 3), 255, dtype=torch.uint8)
+    whole[rank] = rank
+    assert comm.all_gather(whole[rank], "in place", out=whole) is whole
+    done["in place"] = whole
+    inside = torch.full((size + 2, 3), 255, dtype=torch.uint8)
+    inside[1 + rank] = rank
+    comm.all_gather(inside[1 + rank], "inside a buffer", out=inside[1:-1])
+    done["inside a buffer"] = inside
+    return done
+
+def both_at_once(comm):
+    # The last rank joins the first gather ahead only behind a collective of the main group, so the two overlap.
+    ahead, joined = [], threading.Event()
+
+    def gather_ahead():
+        if comm.rank == comm.size - 1:
+            joined.wait()
+        for number in range(40):
+            ahead.append(comm.prefetch.all_gather(torch.tensor([1000 * comm.rank + number]), f"ahead {number}"))
+
+    lane = threading.Thread(target=gather_ahead)
+    lane.start()
+    comm.all_gather(torch.tensor([comm.rank]), "overlapped")
+    joined.set()
+    main = [comm.all_gather(torch.tensor([-1000 * comm.rank - number]), f"main {number}") for number in range(40)]
+    lane.join()
+    return {"ahead": torch.cat(ahead), "main": torch.cat(main)}
+"""
+
 PROGRAM = (
     CONTRIBUTIONS
+    + EXCHANGES
     + """
 import sys, time
 from pathlib import Path
@@ -53,10 +104,11 @@ from cpkv.comm.gloo import GlooCommunicator
 from cpkv.errors import WorkerDiedError
 
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-comm = GlooCommunicator(rank, size, folder / "rendezvous", record=True)
+comm = GlooCommunicator.join(rank, size, folder / "rendezvous", record=True)
 gathered = {label: comm.all_gather(own, label) for label, own in contributions(rank).items()}
+gathered |= exchanges(comm) | both_at_once(comm)
 save_file(gathered, folder / f"{rank}.safetensors")
-(folder / f"{rank}.sequence").write_text(repr(comm.sequence))
+(folder / f"{rank}.sequence").write_text(repr((comm.sequence, comm.prefetch.sequence)))
 print("gathered", flush=True)
 sys.stdin.readline()
 started = time.monotonic()
@@ -101,22 +153,50 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
 def test_processes_gather_what_threads_gather(group: tuple[Path, list[subprocess.Popen[str]]]) -> None:
     folder, _ = group
     scope: dict[str, object] = {}
-    exec(CONTRIBUTIONS, scope)
+    exec(CONTRIBUTIONS + EXCHANGES, scope)
     threads = ThreadGroup(RANKS)
     comms = [threads.communicator(rank, record=True) for rank in range(RANKS)]
 
     def gather(rank: int) -> dict[str, torch.Tensor]:
         own: dict[str, torch.Tensor] = scope["contributions"](rank)  # type: ignore[operator]
-        return {label: comms[rank].all_gather(tensor, label) for label, tensor in own.items()}
+        gathered = {label: comms[rank].all_gather(tensor, label) for label, tensor in own.items()}
+        gathered |= scope["exchanges"](comms[rank])  # type: ignore[operator]
+        return gathered | scope["both_at_once"](comms[rank])  # type: ignore[operator]
 
     for rank, expected in enumerate(run_on_ranks(threads, gather)):
         gathered = load_file(folder / f"{rank}.safetensors")
         assert gathered.keys() == expected.keys()
         for label, tensor in expected.items():
-            assert tensor.shape[0] == RANKS
             assert_same_bits(gathered[label], tensor, f"{label} on rank {rank}")
-        assert (folder / f"{rank}.sequence").read_text() == repr(comms[rank].sequence)
+        sequences = (comms[rank].sequence, comms[rank].prefetch.sequence)
+        assert (folder / f"{rank}.sequence").read_text() == repr(sequences)
+        assert sequences == (comms[0].sequence, comms[0].prefetch.sequence)
     assert {str(collective.dtype) for collective in comms[0].sequence or []} >= {"torch.uint8", "torch.float64"}
+
+
+def test_each_rank_has_what_the_others_sent_it(group: tuple[Path, list[subprocess.Popen[str]]]) -> None:
+    """By hand, apart from what threads do: parts of uneven and no size, in place, and two groups at once."""
+    folder, _ = group
+    for rank in range(RANKS):
+        got = {name: values.tolist() for name, values in load_file(folder / f"{rank}.safetensors").items()}
+        for source in range(RANKS):
+            assert got[f"broadcast {source}"] == [100 * source + at for at in range(5)]
+        # Rank s sends (s + 2 t) % 3 rows to rank t, numbered from its own 1000 s on: s -> sizes for ranks 0, 1, 2.
+        sizes = {0: (0, 2, 1), 1: (1, 0, 2), 2: (2, 1, 0)}
+        wanted = []
+        for sender, mine in sizes.items():
+            first = 1000 * sender + 2 * sum(mine[:rank])
+            wanted += [[first + 2 * row, first + 2 * row + 1] for row in range(mine[rank])]
+        assert got["uneven"] == wanted
+        numbers = [1000 * sender + at for sender in range(RANKS) for at in range(8)]
+        assert sum(got["to rank 1 alone"], []) == (numbers if rank == 1 else [])
+        assert sum(got["from rank 2 alone"], []) == [2000 + 6 * rank + at for at in range(6)]
+        assert got["nothing"] == []
+        assert got["in place"] == [[[sender] * 3] * 2 for sender in range(RANKS)]
+        assert got["inside a buffer"] == [[255] * 3, *([sender] * 3 for sender in range(RANKS)), [255] * 3]
+        for label, sign in (("ahead", 1), ("main", -1)):
+            rounds = [[sign * (1000 * sender + number)] for number in range(40) for sender in range(RANKS)]
+            assert got[label] == rounds
 
 
 def test_a_dead_peer_is_noticed_at_once(group: tuple[Path, list[subprocess.Popen[str]]]) -> None:
@@ -142,5 +222,5 @@ def test_a_dead_peer_is_noticed_at_once(group: tuple[Path, list[subprocess.Popen
 
 def test_a_rank_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(WorkerDiedError, match="rank 0 could not join the group of 2 ranks"):
-        GlooCommunicator(0, 2, tmp_path / "rendezvous", timeout_s=0.5)
+        GlooCommunicator.join(0, 2, tmp_path / "rendezvous", timeout_s=0.5)
     assert not torch.distributed.is_initialized()

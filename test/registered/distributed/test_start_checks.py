@@ -106,7 +106,7 @@ def test_an_address_that_is_not_ours(start: Callable[..., Cluster]) -> None:
 
 def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster]) -> None:
     cluster, port = start(), closed_port()
-    cluster.call_ranks(OpenPool(True, 8))
+    cluster.call_ranks(OpenPool(True, 8, unified=False, scratch_bytes=None))
     started = time.monotonic()
     with pytest.raises(TransferError, match=f"prefill rank .: the decode worker at 127.0.0.1:{port} is not there"):
         cluster.call_ranks(ConnectDecode(port))

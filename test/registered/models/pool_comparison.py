@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from reference_checks import assert_same_collectives, pages_of
 
-from cpkv.config.names import IndexDtype, LatentDtype, SplitStrategy
+from cpkv.config.names import IndexDtype, KvView, LatentDtype, SplitStrategy
 from cpkv.layout.plan import BatchSpec
+from cpkv.layout.view_costs import TAIL, ViewOptions, aligned
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import POISON_BYTE
 from cpkv.testing.bits import StoredRequest, assert_same_bits, assert_same_rows
 from cpkv.testing.ranks import PrefillTrace, ThreadedRanks
+
+
+class ViewKind(NamedTuple):
+    """One way to read a shared pool. Buffers of `blocked` are small, so that it takes several of each.
+
+    Attributes:
+        view: as it is forced.
+        current_reuse: batches without history may read their own rows.
+        prefetch: histories are gathered a layer ahead.
+        one_range: the ranks share the memory of their pools.
+    """
+
+    view: KvView = "auto"
+    current_reuse: bool = True
+    prefetch: bool = True
+    one_range: bool = False
+
+    @property
+    def options(self) -> ViewOptions:
+        """How views work."""
+        return ViewOptions(prefetch=self.prefetch, key_block_tokens=512, round_bytes=20_000)
+
+    def __str__(self) -> str:
+        """For test ids and messages."""
+        parts = ("" if self.current_reuse else " without reuse", "" if self.prefetch else " without prefetch")
+        return "".join((self.view, *parts, " in one range" if self.one_range else ""))
+
+
+MIXED, FULL, BLOCKED = ViewKind("mixed"), ViewKind("full"), ViewKind("blocked")
+UNIFIED = ViewKind("unified", one_range=True)
+VIEW_KINDS = (
+    ViewKind(),
+    ViewKind(current_reuse=False),
+    ViewKind(one_range=True),
+    MIXED,
+    MIXED._replace(prefetch=False),
+    FULL,
+    FULL._replace(prefetch=False),
+    UNIFIED,
+    BLOCKED,
+)
 
 
 class PoolRun(NamedTuple):
@@ -34,20 +80,89 @@ def run_pool(
     cp_size: int,
     chunk_size: int,
     strategy: SplitStrategy,
-    current_reuse: bool = True,
+    kind: ViewKind = VIEW_KINDS[0],
 ) -> PoolRun:
     """Prefill through one kind of pool, poisoned and with shuffled pages; the ranks' collectives must be equal."""
     lengths = [len(ids) for ids in prompts.values()]
-    ranks = ThreadedRanks(
-        model,
-        model.shape.geometry(page_size, dtype, index_dtype),
-        cp_size=cp_size,
-        shared=shared,
-        num_pages=pages_of(lengths, page_size, cp_size if shared else 1),
+    with ExitStack() as stack:
+        # Descriptors are passed while the pools are opened; then nothing needs the folder.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) if shared and kind.one_range else None
+        ranks = ThreadedRanks(
+            model,
+            model.shape.geometry(page_size, dtype, index_dtype),
+            cp_size=cp_size,
+            shared=shared,
+            num_pages=pages_of(lengths, page_size, cp_size if shared else 1),
+            unified=folder,
+            options=kind.options,
+        )
+    trace = ranks.prefill(
+        prompts,
+        chunk_size=chunk_size,
+        strategy=strategy,
+        current_reuse=kind.current_reuse,
+        view=kind.view if shared else "auto",
     )
-    trace = ranks.prefill(prompts, chunk_size=chunk_size, strategy=strategy, current_reuse=current_reuse)
     assert_same_collectives(ranks)
+    check_costs(ranks, trace)
     return PoolRun(ranks, trace)
+
+
+def check_costs(ranks: ThreadedRanks, trace: PrefillTrace) -> None:
+    """The planner knew what every batch would move and hold."""
+    held = max(cost.held_bytes for cost in trace.costs)
+    # The tail lies behind the ranks' pools and not in the scratch.
+    in_scratch = max(cost.held_bytes - aligned(cost.buffers.get(TAIL, 0)) for cost in trace.costs)
+    moved = sum(cost.moved_bytes for cost in trace.costs)
+    for rank, counters in enumerate(ranks.counters):
+        if "blocked" in counters.batches:
+            assert counters.moved_bytes <= moved, f"rank {rank} moved {counters.moved_bytes} of {moved} bytes at most"
+        else:
+            assert counters.moved_bytes == moved, f"rank {rank} moved {counters.moved_bytes} bytes, planned {moved}"
+        assert counters.history_bytes <= counters.moved_bytes
+        assert counters.scratch_bytes == held, f"rank {rank} held {counters.scratch_bytes} bytes, planned {held}"
+        assert ranks.scratches[rank].allocated_bytes == in_scratch
+
+
+def check_views(
+    model: DsaModel,
+    prompts: dict[str, list[int]],
+    kinds: Sequence[ViewKind] = VIEW_KINDS,
+    *,
+    dtype: LatentDtype,
+    index_dtype: IndexDtype,
+    page_size: int,
+    cp_size: int,
+    chunk_size: int,
+    strategy: SplitStrategy,
+) -> tuple[list[PoolRun], PoolRun]:
+    """Run a replicated pool once and a shared one through each view, and compare everything.
+
+    Returns:
+        The shared runs, in the order of `kinds`, and the replicated one.
+    """
+
+    def run(shared: bool, kind: ViewKind) -> PoolRun:
+        return run_pool(
+            model,
+            prompts,
+            shared=shared,
+            dtype=dtype,
+            index_dtype=index_dtype,
+            page_size=page_size,
+            cp_size=cp_size,
+            chunk_size=chunk_size,
+            strategy=strategy,
+            kind=kind,
+        )
+
+    replicated = run(False, VIEW_KINDS[0])
+    check_nothing_else_written(replicated)
+    runs = []
+    for kind in kinds:
+        runs.append(run(True, kind))
+        compare_runs(runs[-1], replicated, str(kind))
+    return runs, replicated
 
 
 def check_same_bits(
@@ -60,38 +175,36 @@ def check_same_bits(
     cp_size: int,
     chunk_size: int,
     strategy: SplitStrategy,
-    current_reuse: bool = True,
+    kind: ViewKind = VIEW_KINDS[0],
 ) -> tuple[PoolRun, PoolRun]:
-    """Run both kinds of pool and compare everything; returns the shared and the replicated run.
-
-    In the order in which a fault spreads: plans, stored bytes, choices by layer, logits.
-    """
-    shared, replicated = (
-        run_pool(
-            model,
-            prompts,
-            shared=is_shared,
-            dtype=dtype,
-            index_dtype=index_dtype,
-            page_size=page_size,
-            cp_size=cp_size,
-            chunk_size=chunk_size,
-            strategy=strategy,
-            current_reuse=current_reuse,
-        )
-        for is_shared in (True, False)
+    """`check_views` of one view: the shared and the replicated run."""
+    runs, replicated = check_views(
+        model,
+        prompts,
+        (kind,),
+        dtype=dtype,
+        index_dtype=index_dtype,
+        page_size=page_size,
+        cp_size=cp_size,
+        chunk_size=chunk_size,
+        strategy=strategy,
     )
+    return runs[0], replicated
+
+
+def compare_runs(shared: PoolRun, replicated: PoolRun, what: str) -> None:
+    """In the order in which a fault spreads: plans, stored bytes, choices by layer, logits."""
     assert plan_of(shared.trace.specs) == plan_of(replicated.trace.specs), "the two runs did not have the same plans"
-    for name in prompts:
+    ours, theirs = shared.trace, replicated.trace
+    for name in theirs.logits:
         check_same_pages(shared, replicated, name)
-        for layer, chosen in shared.trace.choices[name].items():
-            assert_same_bits(chosen, replicated.trace.choices[name][layer], f"choice of {name} in layer {layer}")
-        assert_same_bits(shared.trace.logits[name], replicated.trace.logits[name], f"logits of {name}")
-        assert not shared.trace.logits[name].isnan().any(), f"logits of {name} hold NaN"
-        assert_same_bits(shared.trace.last_logits[name], replicated.trace.last_logits[name], f"last logits of {name}")
+        assert list(ours.choices[name]) == list(theirs.choices[name])
+        for layer, chosen in ours.choices[name].items():
+            assert_same_bits(chosen, theirs.choices[name][layer], f"{what}: choice of {name} in layer {layer}")
+        assert_same_bits(ours.logits[name], theirs.logits[name], f"{what}: logits of {name}")
+        assert not ours.logits[name].isnan().any(), f"{what}: logits of {name} hold NaN"
+        assert_same_bits(ours.last_logits[name], theirs.last_logits[name], f"{what}: last logits of {name}")
     check_nothing_else_written(shared)
-    check_nothing_else_written(replicated)
-    return shared, replicated
 
 
 def plan_of(specs: list[BatchSpec]) -> list[object]:

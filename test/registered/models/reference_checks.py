@@ -54,8 +54,10 @@ def prefill_case(case: Case, model: DsaModel, prompt: list[int], dtype: LatentDt
 
 def assert_same_collectives(ranks: ThreadedRanks) -> None:
     """Every rank took part in the same collectives, in the same order, with the same shapes."""
-    for rank, sequence in enumerate(ranks.sequences):
-        assert sequence == ranks.sequences[0], f"the collectives of rank {rank} differ from those of rank 0"
+    ahead = [comm.prefetch.sequence for comm in ranks.comms]
+    for what, sequences in (("collectives", ranks.sequences), ("prefetches", ahead)):
+        for rank, sequence in enumerate(sequences):
+            assert sequence == sequences[0], f"the {what} of rank {rank} differ from those of rank 0"
 
 
 def choice_rows(trace: PrefillTrace, name: str, layer: int, width: int) -> torch.Tensor:

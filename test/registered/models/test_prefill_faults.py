@@ -111,7 +111,7 @@ def test_ranks_without_a_token_or_a_page(hot_model: Callable, prompt: Callable, 
     run = run_both(model, prompts, cp_size=8, chunk_size=3, strategy=strategy)
     check_all(run, checkpoint, prompts)
     plans = [BatchPlan.build(spec, run.ranks.placement, 8) for spec in run.trace.specs]
-    assert [plan.spec.view for plan in plans] == ["current", "full"]
+    assert [plan.spec.view for plan in plans] == ["current", "mixed"]
     for plan in plans:
         assert any(not len(plan.local_tokens(rank).packed) for rank in range(8))
         assert any(not len(plan.page_writes(rank).packed) for rank in range(8))

@@ -6,9 +6,10 @@ Two layers and four heads keep it affordable; the widths that the cache and the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from pool_comparison import PoolRun, check_same_bits, stored_request
+from pool_comparison import BLOCKED, FULL, MIXED, UNIFIED, PoolRun, check_same_bits, check_views, stored_request
 from reference_checks import assert_same_collectives, pages_of
 
 from cpkv.layout.plan import BatchPlan
@@ -17,7 +18,7 @@ from cpkv.testing.checkpoints import TinyShape
 from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=45, suite="models")
+register_cpu_ci(est_time=50, suite="models")
 
 TOKENS, CP_SIZE, PAGE, CHUNK = 5000, 4, 64, 3000
 SCORE_TOLERANCE = 1e-5
@@ -39,8 +40,27 @@ def test_shared_equals_replicated_with_bfloat16_rows_and_fp8_keys(hot_model: Cal
     )
     row_format = shared.ranks.pools[0].geometry.row_format
     assert (row_format.latent_row_bytes, row_format.index_row_bytes) == (1152, 132)
-    assert shared.ranks.counters[0].batches == {"current": 1, "full": 1}
+    assert shared.ranks.counters[0].batches == {"current": 1, "mixed": 1}
     check_some_queries(model, shared)
+
+
+def test_every_view_of_packed_rows(hot_model: Callable, prompt: Callable) -> None:
+    """Latent rows of 656 bytes: 512 e4m3 values, 4 scales and 64 bfloat16 values."""
+    _, model = hot_model("glm52", torch.bfloat16, 4, replace(TinyShape.real_rows(), index_topk=128))
+    runs, _ = check_views(
+        model,
+        {"r": prompt(700), "s": prompt(100, 1)},
+        (MIXED, FULL, UNIFIED, BLOCKED),
+        dtype="fp8",
+        index_dtype="fp8",
+        page_size=PAGE,
+        cp_size=CP_SIZE,
+        chunk_size=400,
+        strategy="interleave",
+    )
+    for run in runs:
+        row_format = run.ranks.pools[0].geometry.row_format
+        assert (row_format.latent_row_bytes, row_format.index_row_bytes) == (656, 132)
 
 
 @torch.inference_mode()

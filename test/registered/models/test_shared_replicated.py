@@ -15,9 +15,20 @@ import torch
 from allpairspy import AllPairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_comparison import check_same_bits
+from pool_comparison import (
+    BLOCKED,
+    FULL,
+    MIXED,
+    UNIFIED,
+    VIEW_KINDS,
+    ViewKind,
+    check_same_bits,
+    check_views,
+    run_pool,
+)
 from reference_checks import check_float64, pages_of
 
+from cpkv.errors import NumericsError
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
 from cpkv.pool.page_pool import PagePool
@@ -27,43 +38,55 @@ from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=70, suite="models")
+register_cpu_ci(est_time=120, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SPLITS = ("zigzag", "interleave")
-FORMATS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "fp8"), ("bfloat16", "fp8"))
+# Of the model, its latent rows and its index keys.
+FORMATS = (
+    ("float32", "float32", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("float32", "float32", "fp8"),
+    ("bfloat16", "bfloat16", "fp8"),
+    ("float32", "fp8", "float32"),
+    ("float32", "fp8", "fp8"),
+    ("bfloat16", "fp8", "bfloat16"),
+    ("bfloat16", "fp8", "fp8"),
+)
 SMALL = TinyShape(num_hidden_layers=2, index_topk=16)
 
 
 def combinations() -> list[tuple[object, ...]]:
-    """Every pair of format, ranks, page size, family, chunk size, split and current reuse occurs; about 35."""
+    """Every pair of view, format, ranks, page size, family, chunk size and split occurs; about 90."""
     values: tuple[Sequence[object], ...] = (
-        FORMATS, range(1, 9), (1, 3, 16, 64), FAMILIES, (33, 77, 301), SPLITS, (True, False),
+        VIEW_KINDS, FORMATS, range(1, 9), (1, 3, 16, 64), FAMILIES, (33, 77, 301), SPLITS,
     )  # fmt: skip
     return [tuple(row) for row in AllPairs(values)]
 
 
 @pytest.mark.parametrize(
-    ("formats", "cp_size", "page_size", "family", "chunk_size", "strategy", "current_reuse"),
+    ("kind", "formats", "cp_size", "page_size", "family", "chunk_size", "strategy"),
     combinations(),
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+    ids=lambda value: (
+        str(value) if isinstance(value, ViewKind) else "-".join(value) if isinstance(value, tuple) else None
+    ),
 )
 def test_a_batch_of_requests_has_the_same_bits(
     hot_model: Callable,
     prompt: Callable,
-    formats: tuple[str, str],
+    kind: ViewKind,
+    formats: tuple[str, str, str],
     cp_size: int,
     page_size: int,
     family: str,
     chunk_size: int,
     strategy: str,
-    current_reuse: bool,
 ) -> None:
     """Kinds 16, 20, 21, 24, 25: requests of different history in one batch, a long batch and then a short one."""
-    dtype, index_dtype = formats
+    model_dtype, dtype, index_dtype = formats
     # A layer's index slot is not its number then.
     types = ("full", "shared", "full", "shared") if family == "glm52" else None
-    _, model = hot_model(family, torch_dtype(dtype), indexer_types=types)  # type: ignore[arg-type]
+    _, model = hot_model(family, torch_dtype(model_dtype), indexer_types=types)  # type: ignore[arg-type]
     check_same_bits(
         model,
         {"long": prompt(150, 1), "one": prompt(1, 2), "short": prompt(37, 3)},
@@ -73,7 +96,7 @@ def test_a_batch_of_requests_has_the_same_bits(
         cp_size=cp_size,
         chunk_size=chunk_size,
         strategy=strategy,
-        current_reuse=current_reuse,
+        kind=kind,
     )
 
 
@@ -96,7 +119,7 @@ def test_any_batch_equals_replicated_and_the_reference(
         cp_size=data.draw(st.integers(1, 8), "cp_size"),
         chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
         strategy=data.draw(st.sampled_from(SPLITS), "strategy"),
-        current_reuse=data.draw(st.booleans(), "current_reuse"),
+        kind=data.draw(st.sampled_from(VIEW_KINDS), "view"),
     )
     reference = ReferenceModel(checkpoint)
     for name, ids in prompts.items():
@@ -107,9 +130,9 @@ def test_any_batch_equals_replicated_and_the_reference(
 @given(data=st.data())
 def test_any_batch_has_the_same_bits(hot_model: Callable, prompt: Callable, data: st.DataObject) -> None:
     """The stored formats that are served, with few heads: ties, which no reference in float64 would decide alike."""
-    dtype, index_dtype = data.draw(st.sampled_from(FORMATS), "formats")
+    model_dtype, dtype, index_dtype = data.draw(st.sampled_from(FORMATS), "formats")
     family = data.draw(st.sampled_from(FAMILIES), "family")
-    _, model = hot_model(family, torch_dtype(dtype), 4, SMALL)  # type: ignore[arg-type]
+    _, model = hot_model(family, torch_dtype(model_dtype), 4, SMALL)  # type: ignore[arg-type]
     lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3), "lengths")
     check_same_bits(
         model,
@@ -120,7 +143,7 @@ def test_any_batch_has_the_same_bits(hot_model: Callable, prompt: Callable, data
         cp_size=data.draw(st.integers(1, 8), "cp_size"),
         chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
         strategy=data.draw(st.sampled_from(SPLITS), "strategy"),
-        current_reuse=data.draw(st.booleans(), "current_reuse"),
+        kind=data.draw(st.sampled_from(VIEW_KINDS), "view"),
     )
 
 
@@ -162,40 +185,46 @@ def test_a_chunk_without_history_gathers_nothing_and_reads_no_pool_row(
 def test_a_chunk_that_does_read_the_pool_is_seen(
     hot_model: Callable, prompt: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The poison of the test above is one that shows: with `full` forced, it reaches a score or a logit."""
+    """The poison of the test above is one that shows: a view of the pool brings it to a score or a logit."""
     _, model = hot_model("glm5", torch.float32)
     poison_behind_writes(monkeypatch)
-    ranks = ThreadedRanks(
-        model, model.shape.geometry(16, "float32", "float32"), cp_size=4, shared=True, num_pages=pages_of([100], 16, 4)
-    )
-    with pytest.raises(Exception, match="NaN"):
-        ranks.prefill({"a": prompt(100)}, chunk_size=200, current_reuse=False)
+    for kind in (MIXED, FULL, UNIFIED, BLOCKED):
+        with pytest.raises(NumericsError, match="NaN"):
+            run_pool(
+                model,
+                {"a": prompt(100)},
+                shared=True,
+                dtype="float32",
+                index_dtype="float32",
+                page_size=16,
+                cp_size=4,
+                chunk_size=70,
+                strategy="zigzag",
+                kind=kind,
+            )
 
 
-def test_forcing_the_full_view_changes_no_bit(hot_model: Callable, prompt: Callable) -> None:
+def test_turning_current_reuse_off_changes_no_bit(hot_model: Callable, prompt: Callable) -> None:
     """`--no-current-reuse`: the same logits through another view, and the counters say so."""
     _, model = hot_model("glm52", torch.float32)
     prompts = {"a": prompt(90, 1), "b": prompt(17, 2)}
-    reused, forced = (
-        check_same_bits(
-            model,
-            prompts,
-            dtype="float32",
-            index_dtype="fp8",
-            page_size=16,
-            cp_size=3,
-            chunk_size=200,
-            strategy="zigzag",
-            current_reuse=current_reuse,
-        )[0]
-        for current_reuse in (True, False)
+    kinds = (ViewKind(), ViewKind(current_reuse=False), FULL)
+    runs, _ = check_views(
+        model,
+        prompts,
+        kinds,
+        dtype="float32",
+        index_dtype="fp8",
+        page_size=16,
+        cp_size=3,
+        chunk_size=200,
+        strategy="zigzag",
     )
-    assert reused.ranks.counters[0].batches == {"current": 1}
-    assert forced.ranks.counters[0].batches == {"full": 1}
-    assert forced.ranks.counters[0].moved_bytes > 0
-    assert forced.ranks.counters[0].history_bytes == 0, "a chunk without history has no history to gather"
-    for name in prompts:
-        assert_same_bits(forced.trace.logits[name], reused.trace.logits[name], f"logits of {name}")
+    counters = [run.ranks.counters[0] for run in runs]
+    assert [counter.batches for counter in counters] == [{"current": 1}, {"mixed": 1}, {"full": 1}]
+    assert [counter.moved_bytes for counter in counters] == [0, 0, 0], "there is no history to gather"
+    held = [counter.scratch_bytes for counter in counters]
+    assert held[0] < held[1] < held[2]
 
 
 @pytest.mark.parametrize(("page_size", "cp_size"), list(product((1, 16, 64), (1, 3, 8))))
@@ -230,6 +259,7 @@ def test_nothing_holds_a_full_copy_at_rest(hot_model: Callable, prompt: Callable
     pages = len(trace.pages["a"])
     del trace
     own = {id(memory) for pool in ranks.pools for memory in (pool.latent, pool.index)}
+    own |= {id(scratch._memory) for scratch in ranks.scratches}
     left = [t for key, t in alive_tensors().items() if key not in before and key not in own]
     copy = pages * ranks.pools[0].geometry.page_bytes
     held = sum(tensor.numel() * tensor.element_size() for tensor in left)
@@ -238,15 +268,24 @@ def test_nothing_holds_a_full_copy_at_rest(hot_model: Callable, prompt: Callable
         assert pool.allocated_bytes < copy / 2, "a pool is as large as a full copy"
 
 
-def test_scratch_is_counted_and_holds_one_layer(hot_model: Callable, prompt: Callable) -> None:
-    """The same prompt through two and through four layers holds the same scratch: a layer's, not a model's."""
+@pytest.mark.parametrize("kind", [MIXED, MIXED._replace(prefetch=False)], ids=str)
+def test_scratch_is_counted_and_holds_one_layer(hot_model: Callable, prompt: Callable, kind: ViewKind) -> None:
+    """The same prompt through two and through four layers holds the same scratch: a layer's, not a model's.
+
+    Two of them where the next layer is gathered ahead.
+    """
     scratch = []
     for layers in (2, 4):
         _, model = hot_model("glm5", torch.float32, shape=TinyShape(num_hidden_layers=layers))
         geometry = model.shape.geometry(16, "float32", "float32")
-        ranks = ThreadedRanks(model, geometry, cp_size=4, shared=True, num_pages=pages_of([400], 16, 4))
-        ranks.prefill({"a": prompt(400)}, chunk_size=150)
+        ranks = ThreadedRanks(
+            model, geometry, cp_size=4, shared=True, num_pages=pages_of([800], 16, 4), options=kind.options
+        )
+        ranks.prefill({"a": prompt(800)}, chunk_size=150, view=kind.view)
         scratch.append([counters.scratch_bytes for counters in ranks.counters])
-    one_layer = 400 * (64 + 16 + 32) * 4
+    latent, index = 800 * (64 + 16) * 4, 800 * 32 * 4
+    buffers = 2 if kind.prefetch else 1
+    # Index keys as blocks and in position order; the exchange and the current index keys are those of 150 tokens.
+    one_layer = buffers * latent + 2 * index
     assert scratch[0] == scratch[1]
-    assert all(one_layer <= held <= 3 * one_layer for held in scratch[0]), f"{scratch[0]} bytes for {one_layer}"
+    assert all(0.9 * one_layer <= held <= 1.6 * one_layer for held in scratch[0]), f"{scratch[0]} for {one_layer}"

@@ -302,6 +302,8 @@ def test_freed_pages_are_poisoned_at_both_ends(start: Callable[..., Group], monk
         # Local page 0 is where padding goes.
         for part in (pool.latent, pool.index):
             assert bool((part[1:] == 0xFF).all()), f"a page of {rank} still holds what was freed"
+    # A pool in shared memory stays mapped as long as it is held.
+    pools.clear()
 
 
 def check_failure(report: PrefillReport, name: str, cause: str) -> None:

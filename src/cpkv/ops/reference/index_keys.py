@@ -17,6 +17,7 @@ from cpkv.ops.reference.latent_rows import torch_dtype
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-4
+UNPACK_PAGES = 256
 
 
 def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,13 @@ def store_index_keys(
 
 
 def unpack_index_keys(
-    blocks: torch.Tensor, block_numbers: torch.Tensor, *, tokens: int, page_size: int, key_bytes: int
+    blocks: torch.Tensor,
+    block_numbers: torch.Tensor,
+    *,
+    tokens: int,
+    page_size: int,
+    key_bytes: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Copy a request's index keys out of its blocks, in position order.
 
@@ -99,12 +106,20 @@ def unpack_index_keys(
         tokens: how many tokens to unpack; the rest of the last block is not read.
         page_size: tokens of a block.
         key_bytes: bytes of a key without its scale.
+        out: uint8 [tokens, index_row_bytes] contiguous, where to put them; made when left out.
 
     Returns:
         Stored rows, uint8 [tokens, index_row_bytes].
     """
-    keys, scales = split_index_blocks(blocks.index_select(0, block_numbers), page_size, key_bytes)
-    parts = [keys.flatten(0, 1)[:tokens]]
-    if scales.shape[1]:
-        parts.append(scales.flatten(0, 1)[:tokens])
-    return torch.cat(parts, dim=1)
+    if out is None:
+        out = blocks.new_empty(tokens, blocks.shape[1] // page_size)
+    # A few pages at a time, so that no second copy of all keys exists.
+    for first_page in range(0, -(-tokens // page_size), UNPACK_PAGES):
+        first = first_page * page_size
+        last = min(tokens, first + UNPACK_PAGES * page_size)
+        pages = blocks.index_select(0, block_numbers[first_page : first_page + UNPACK_PAGES])
+        keys, scales = split_index_blocks(pages, page_size, key_bytes)
+        out[first:last, :key_bytes] = keys.flatten(0, 1)[: last - first]
+        if scales.shape[1]:
+            out[first:last, key_bytes:] = scales.flatten(0, 1)[: last - first]
+    return out

@@ -34,7 +34,11 @@ FLAGS: dict[str, Any] = {
     "cp_size": 4,
     "cp_strategy": "zigzag",
     "enable_cp_shared_kv": None,
+    "latent_dtype": None,
+    "kv_view": "auto",
     "no_current_reuse": False,
+    "no_prefetch": False,
+    "scratch_bytes": None,
     "page_size": 64,
     "chunk_size": 2048,
     "num_pages": None,
@@ -161,7 +165,7 @@ def test_no_page_to_ask_means_the_hot_model(tmp_path: Path) -> None:
 def result_of(tokens: list[int], first_logit: float = 0.5) -> GenerationResult:
     logits = torch.full((len(tokens), 4), first_logit)
     prefill = PrefillReport(sent_pages=[3, 2], sent_bytes=[300, 200])
-    counters = [CountersAre({"current": 1, "full": 2}, 10 * rank, 7, 1000 + rank) for rank in range(2)]
+    counters = [CountersAre({"current": 1, "full": 2}, 10 * rank, 7, 1000 + rank, 0.5, 0.25) for rank in range(2)]
     seconds = {"prefill": 1.0, "transfer": 0.5, "decode": 2.0}
     return GenerationResult({"r": tokens}, {"r": logits}, {"r": ("ab",)}, prefill, counters, 600, seconds)
 

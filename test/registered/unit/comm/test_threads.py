@@ -14,7 +14,7 @@ from cpkv.errors import NumericsError, PlanError, WorkerDiedError
 from cpkv.testing.ranks import run_on_ranks
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="unit")
+register_cpu_ci(est_time=4, suite="unit")
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -65,6 +65,139 @@ def test_what_a_rank_does_to_its_tensor_after_a_collective_changes_nothing_elsew
 
     for seen in run_on_ranks(group, work):
         assert seen == [[number, 1000 + number, 2000 + number] for number in range(300)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_broadcast_leaves_every_rank_with_the_rows_of_the_source(size: int) -> None:
+    group = ThreadGroup(size)
+    comms = [group.communicator(rank, record=True) for rank in range(size)]
+
+    def work(rank: int) -> list[list[int]]:
+        seen = []
+        for source in range(size):
+            own = torch.arange(3) + 100 * rank
+            assert comms[rank].broadcast(own, source, "rows") is own
+            seen.append(own.tolist())
+            # The source may reuse its tensor at once.
+            own.fill_(-1)
+        return seen
+
+    for seen in run_on_ranks(group, work):
+        assert seen == [[100 * source + at for at in range(3)] for source in range(size)]
+    expected = [Collective(f"broadcast from {source}", "rows", (3,), "torch.int64") for source in range(size)]
+    assert [comm.sequence for comm in comms] == [expected] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "rows_for",
+    [
+        lambda sender, taker: (sender + 2 * taker) % 3,
+        lambda sender, taker: 5 * (taker == 0),
+        lambda sender, taker: 5 * (sender == 0),
+        lambda sender, taker: 0,
+    ],
+    ids=["uneven", "to one", "from one", "nothing"],
+)
+def test_every_part_of_an_all_to_all_arrives_where_it_belongs(size: int, rows_for: Callable[[int, int], int]) -> None:
+    """Rows (sender, taker, number), in order of their senders; the record is the same on all ranks."""
+    group = ThreadGroup(size)
+    comms = [group.communicator(rank, record=True) for rank in range(size)]
+
+    def parcel(sender: int, taker: int) -> list[list[int]]:
+        return [[sender, taker, number] for number in range(rows_for(sender, taker))]
+
+    def work(rank: int) -> list[list[int]]:
+        sent = torch.tensor([row for taker in range(size) for row in parcel(rank, taker)], dtype=torch.int64)
+        sent = sent.reshape(-1, 3)
+        sizes = [rows_for(sender, rank) for sender in range(size)]
+        received = torch.full((sum(sizes), 3), -1)
+        comms[rank].all_to_all(sent, [rows_for(rank, taker) for taker in range(size)], received, sizes, "parcels")
+        sent.fill_(-2)
+        return received.tolist()
+
+    for rank, received in enumerate(run_on_ranks(group, work)):
+        assert received == [row for sender in range(size) for row in parcel(sender, rank)]
+    expected = [Collective("all_to_all", "parcels", (0, 3), "torch.int64")]
+    assert [comm.sequence for comm in comms] == [expected] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gather_in_place_fills_the_other_slots_and_nothing_beside_them(size: int) -> None:
+    """Each contribution is its own slot of the result, in the middle of a buffer; again and again in the same one."""
+    group = ThreadGroup(size)
+
+    def work(rank: int) -> None:
+        comm = group.communicator(rank)
+        buffer = torch.full((size + 2, 4), -1)
+        out = buffer[1:-1]
+        for number in range(100):
+            out.fill_(-2)
+            out[rank] = 1000 * rank + number
+            assert comm.all_gather(out[rank], "in place", out=out) is out
+            assert out.tolist() == [[1000 * other + number] * 4 for other in range(size)]
+        assert buffer[[0, -1]].tolist() == [[-1] * 4] * 2
+
+    run_on_ranks(group, work)
+
+
+def test_the_second_group_gathers_while_the_first_does() -> None:
+    """The last rank joins the first gather ahead only behind a collective of the main group, so the two overlap."""
+    size = 3
+    group = ThreadGroup(size, timeout_s=15)
+    comms = [group.communicator(rank, record=True) for rank in range(size)]
+
+    def work(rank: int) -> tuple[list[list[int]], list[list[int]]]:
+        comm, ahead, joined = comms[rank], [], threading.Event()
+
+        def gather_ahead() -> None:
+            if rank == size - 1:
+                joined.wait()
+            for number in range(100):
+                ahead.append(comm.prefetch.all_gather(torch.tensor(1000 * rank + number), "ahead").tolist())
+
+        lane = threading.Thread(target=gather_ahead)
+        lane.start()
+        comm.all_gather(torch.tensor(rank), "overlapped")
+        joined.set()
+        main = [comm.all_gather(torch.tensor(-1000 * rank - number), "main").tolist() for number in range(100)]
+        lane.join()
+        return ahead, main
+
+    for ahead, main in run_on_ranks(group, work):
+        assert ahead == [[number, 1000 + number, 2000 + number] for number in range(100)]
+        assert main == [[-number, -1000 - number, -2000 - number] for number in range(100)]
+    for comm in comms:
+        assert [one.label for one in comm.sequence or []] == ["overlapped"] + ["main"] * 100
+        assert [one.label for one in comm.prefetch.sequence or []] == ["ahead"] * 100
+
+
+def test_the_second_group_has_no_group_of_its_own() -> None:
+    with pytest.raises(PlanError, match="has no prefetch group of its own"):
+        _ = ThreadGroup(2).communicator(0).prefetch.prefetch
+
+
+def test_a_failure_wakes_a_gather_of_the_second_group_too() -> None:
+    group, started = ThreadGroup(2, timeout_s=15), time.monotonic()
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            raise NumericsError("a score is NaN")
+        group.communicator(rank).prefetch.all_gather(torch.zeros(1), "ahead")
+
+    assert outcomes(group, work)[0] == "collective 'ahead' cannot finish: rank 1 failed: a score is NaN"
+    assert time.monotonic() - started < 15, "the other was not woken"
+
+
+@pytest.mark.parametrize("source", [[0, 1], [0, 0]])
+def test_a_broadcast_of_different_sources_or_shapes_is_refused_on_every_rank(source: list[int]) -> None:
+    group = ThreadGroup(2)
+
+    def work(rank: int) -> None:
+        with pytest.raises(PlanError, match="the ranks are not in the same collective"):
+            group.communicator(rank).broadcast(torch.zeros(3 if source[rank] == rank else 2), source[rank], "rows")
+
+    run_on_ranks(group, work)
 
 
 def outcomes(group: ThreadGroup, function: Callable[[int], object]) -> list[str]:
@@ -182,6 +315,10 @@ def test_a_group_of_one_needs_nobody() -> None:
     rows = torch.arange(6).view(2, 3)
     assert torch.equal(comm.all_gather(rows, "rows"), rows.unsqueeze(0))
     assert comm.sequence == [Collective("all_gather", "rows", (2, 3), "torch.int64")]
+    assert comm.all_gather(rows[:1], "into", out=torch.full((1, 1, 3), -1)).tolist() == [[[0, 1, 2]]]
+    received = torch.full((2, 3), -1)
+    comm.all_to_all(rows, [2], received, [2], "parcels")
+    assert torch.equal(received, rows) and torch.equal(comm.broadcast(received, 0, "rows"), rows)
     comm.close()
     comm.close()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 
 from cpkv.config.debug import DEBUG_VARIABLE, debug_requested
+from cpkv.config.names import KvView
 from cpkv.config.settings import ROW_FORMATS, EngineSettings, check_decode_cp_size, check_settings
 from cpkv.errors import ConfigError
 from cpkv.testing.registration import register_cpu_ci
@@ -58,6 +60,35 @@ def check(**changes: object) -> None:
             "--no-current-reuse chooses between views of a shared pool, and the pool is replicated; give "
             "--enable-cp-shared-kv too, or leave the option out",
         ),
+        (
+            {"kv_view": "replicated"},
+            "kv_view is 'replicated'; it must be one of auto, current, full, mixed, unified, blocked",
+        ),
+        ({"kv_view": "layer-split"}, "kv_view is 'layer-split'; it must be one of auto, "),
+        (
+            {"kv_view": "current", "current_reuse": False},
+            "--kv-view current and --no-current-reuse contradict each other; leave one of them out",
+        ),
+        (
+            {"enable_cp_shared_kv": False, "kv_view": "mixed"},
+            "--kv-view chooses between views of a shared pool, and the pool is replicated; give "
+            "--enable-cp-shared-kv too, or leave the option out",
+        ),
+        (
+            {"enable_cp_shared_kv": False, "kv_view": "full", "current_reuse": False},
+            "--kv-view chooses between views of a shared pool",
+        ),
+        (
+            {"dtype": "bfloat16", "index_dtype": "fp8", "latent_dtype": "float32"},
+            "latent rows of float32 with a model of bfloat16 do not exist; leave out --latent-dtype, or give fp8 with "
+            "--dtype float32 or bfloat16",
+        ),
+        (
+            {"dtype": "float64", "index_dtype": "float64", "latent_dtype": "fp8"},
+            "latent rows of fp8 with a model of float64 do not exist; leave out --latent-dtype, or give fp8 with",
+        ),
+        ({"scratch_bytes": 0}, f"scratch_bytes is 0; it must be from 1 to {1 << 50}"),
+        ({"scratch_bytes": (1 << 50) + 1}, f"scratch_bytes is {(1 << 50) + 1}; it must be from 1 to {1 << 50}"),
     ],
 )
 def test_a_refusal_states_the_fact_the_cause_and_the_remedy(changes: dict[str, object], says: str) -> None:
@@ -85,6 +116,13 @@ def test_the_largest_chunk_size_is_named_exactly() -> None:
         {"current_reuse": False},
         {"enable_cp_shared_kv": False},
         {"enable_cp_shared_kv": False, "cp_size": 1},
+        *({"kv_view": view} for view in get_args(KvView)),
+        {"current_reuse": False, "kv_view": "full"},
+        {"prefetch": False},
+        {"enable_cp_shared_kv": False, "prefetch": False, "scratch_bytes": 1},
+        {"scratch_bytes": 1},
+        {"scratch_bytes": 1 << 50},
+        {"latent_dtype": "float32"},
     ],
 )
 def test_the_ends_of_every_range_are_accepted(changes: dict[str, object]) -> None:
@@ -102,6 +140,28 @@ def test_exactly_the_listed_row_formats_are_accepted() -> None:
         accepted.add((rows, keys))
     assert accepted == set(ROW_FORMATS)
     assert len(ROW_FORMATS) == 5
+
+
+def test_exactly_the_model_s_own_rows_and_packed_ones_of_float32_and_bfloat16_are_accepted() -> None:
+    floats = ("float64", "float32", "bfloat16")
+    accepted = set()
+    for dtype, latent in itertools.product(floats, (None, *floats, "fp8", "float16")):
+        try:
+            check(dtype=dtype, index_dtype=dtype, latent_dtype=latent)
+        except ConfigError:
+            continue
+        accepted.add((dtype, latent))
+    assert accepted == {
+        *((dtype, None) for dtype in floats),
+        *((dtype, dtype) for dtype in floats),
+        ("float32", "fp8"),
+        ("bfloat16", "fp8"),
+    }
+
+
+def test_rows_are_stored_in_the_dtype_of_the_model_unless_they_are_packed() -> None:
+    assert EngineSettings(num_pages=64, dtype="bfloat16").stored_latent_dtype == "bfloat16"
+    assert EngineSettings(num_pages=64, dtype="bfloat16", latent_dtype="fp8").stored_latent_dtype == "fp8"
 
 
 def test_sharing_is_off_by_default_and_settings_cannot_change() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from cpkv.comm.threads import ThreadGroup
+from cpkv.config.names import ViewName
 from cpkv.engine.diagnostics import Diagnostics
 from cpkv.engine.forward import ForwardPass
 from cpkv.errors import PlanError, WorkerDiedError
 from cpkv.layout.placement import PagePlacement
-from cpkv.layout.plan import BatchPlan, BatchSpec, Segment, ViewName
+from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
 from cpkv.model.checkpoint import prepare_weights, read_config
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import PagePool
@@ -22,11 +24,14 @@ from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.checkpoints import TinyShape, write_hot_checkpoint
 from cpkv.testing.ranks import run_on_ranks
 from cpkv.testing.registration import register_cpu_ci
+from cpkv.views.blocked import BlockedLayerRows, BlockedView
+from cpkv.views.counters import ViewCounters
 from cpkv.views.current import CurrentLayerRows, CurrentView
-from cpkv.views.pooled import FullView, PagedLayerRows
-from cpkv.views.view import ViewCounters
+from cpkv.views.gathered import FullView, MixedView
+from cpkv.views.index_blocks import PagedLayerRows
+from cpkv.views.scratch import Scratch
 
-register_cpu_ci(est_time=10, suite="unit")
+register_cpu_ci(est_time=8, suite="unit")
 
 RANKS = 3
 PAGE = 4
@@ -53,14 +58,15 @@ class Ranks:
         self.group = ThreadGroup(RANKS)
         self.comms = [self.group.communicator(rank, record=True) for rank in range(RANKS)]
         self.pools = [PagePool(geometry, 5 if shared else 13, poison=True) for _ in range(RANKS)]
-        self.diagnostics = [Diagnostics(self.pools[rank], self.comms[rank]) for rank in range(RANKS)]
+        self.diagnostics = [Diagnostics(self.pools[rank], self.comms[rank], model.shape.topk) for rank in range(RANKS)]
         self._passes = [
             ForwardPass(
                 model,
                 self.pools[rank],
                 self.comms[rank],
                 ViewCounters(),
-                self.diagnostics[rank] if diagnose else None,
+                Scratch(poison=True),
+                diagnostics=self.diagnostics[rank] if diagnose else None,
             )
             for rank in range(RANKS)
         ]
@@ -76,7 +82,12 @@ class Ranks:
                 self.group.abort(rank, str(error))
                 return error
 
-        return run_on_ranks(self.group, run)
+        outcomes = run_on_ranks(self.group, run)
+        # What was gathered ahead of a batch that failed ends by itself, now that the group has.
+        for thread in threading.enumerate():
+            if thread.name.startswith("prefill rank"):
+                thread.join(15)
+        return outcomes
 
 
 def batch(number: int, start: int, end: int, view: ViewName) -> BatchSpec:
@@ -90,9 +101,10 @@ def first_plan_error(outcomes: list[Any]) -> str:
     return str(errors[0])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_sound_run_is_not_disturbed(model: DsaModel, shared: bool) -> None:
-    views: tuple[ViewName, ViewName] = ("current", "full") if shared else ("replicated", "replicated")
+@pytest.mark.parametrize("view", ["full", "mixed", "blocked", "replicated"])
+def test_a_sound_run_is_not_disturbed(model: DsaModel, view: ViewName) -> None:
+    shared = view != "replicated"
+    views: tuple[ViewName, ViewName] = ("current" if shared else view, view)
     results = []
     for diagnose in (True, False):
         ranks = Ranks(model, shared=shared, diagnose=diagnose)
@@ -143,37 +155,73 @@ def test_a_page_that_was_freed_may_change(model: DsaModel) -> None:
     assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
 
 
-@pytest.mark.parametrize("view", [FullView, CurrentView])
-def test_a_view_that_shows_a_wrong_row(model: DsaModel, monkeypatch: pytest.MonkeyPatch, view: type) -> None:
-    honest: Callable[..., torch.Tensor] = view.rows_of
+@pytest.mark.parametrize(
+    ("name", "view", "method"),
+    [
+        ("full", FullView, "rows_of"),
+        ("mixed", MixedView, "rows_of"),
+        ("current", CurrentView, "rows_of"),
+        ("blocked", BlockedView, "places"),
+    ],
+)
+def test_a_view_that_shows_a_wrong_row(
+    model: DsaModel, monkeypatch: pytest.MonkeyPatch, name: ViewName, view: type, method: str
+) -> None:
+    honest: Callable[..., Any] = getattr(view, method)
 
-    def rows_of(self: Any, segment: int, positions: torch.Tensor) -> torch.Tensor:
+    def wrong(self: Any, segment: int, positions: torch.Tensor) -> Any:
         return honest(self, segment, torch.where(positions == 6, 5, positions))
 
     ranks = Ranks(model)
-    if view is FullView:
+    if name != "current":
         ranks.run(batch(0, 0, 10, "current"))
-    monkeypatch.setattr(view, "rows_of", rows_of)
-    spec = batch(1, 10, 26, "full") if view is FullView else batch(1, 0, 26, "current")
-    message = first_plan_error(ranks.run(spec))
-    assert message == f"view {view.name}, layer 0, request a: latent rows of position 6 differ from page 6 of owner 0"
+    monkeypatch.setattr(view, method, wrong)
+    message = first_plan_error(ranks.run(batch(1, 0 if name == "current" else 10, 26, name)))
+    words = f"view {name}, layer 0, request a: latent rows of position 6 differ from page 6 of owner 0"
+    assert message == words
 
 
-@pytest.mark.parametrize("rows", [PagedLayerRows, CurrentLayerRows])
-def test_a_view_that_shows_a_wrong_index_key(model: DsaModel, monkeypatch: pytest.MonkeyPatch, rows: type) -> None:
-    honest: Callable[..., torch.Tensor] = rows.index_keys
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("full", PagedLayerRows),
+        ("mixed", PagedLayerRows),
+        ("current", CurrentLayerRows),
+        ("blocked", BlockedLayerRows),
+    ],
+)
+def test_a_view_that_shows_a_wrong_index_key(
+    model: DsaModel, monkeypatch: pytest.MonkeyPatch, name: ViewName, rows: type
+) -> None:
+    honest: Callable[..., Iterator[tuple[int, torch.Tensor]]] = rows.key_blocks
 
-    def index_keys(self: Any, segment: int) -> torch.Tensor:
-        keys = honest(self, segment).clone()
-        keys[6] = keys[5]
-        return keys
+    def key_blocks(self: Any, segment: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for start, block in honest(self, segment):
+            keys = block.clone()
+            keys[6] = keys[5]
+            yield start, keys
 
     ranks = Ranks(model)
-    if rows is PagedLayerRows:
+    if name != "current":
         ranks.run(batch(0, 0, 10, "current"))
-    monkeypatch.setattr(rows, "index_keys", index_keys)
-    spec = batch(1, 10, 26, "full") if rows is PagedLayerRows else batch(1, 0, 26, "current")
-    assert "position 6" in first_plan_error(ranks.run(spec))
+    monkeypatch.setattr(rows, "key_blocks", key_blocks)
+    message = first_plan_error(ranks.run(batch(1, 0 if name == "current" else 10, 26, name)))
+    assert message == (f"view {name}, layer 0, request a: index keys of position 6 differ from page 6 of owner 0")
+
+
+def test_a_request_whose_keys_nobody_scores_is_compared_by_its_rows_alone(
+    model: DsaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys are not gathered, so a look at them would be a collective too many, or poison."""
+
+    def key_blocks(self: Any, segment: int) -> Iterator[tuple[int, torch.Tensor]]:
+        raise AssertionError("keys were asked for")
+
+    ranks = Ranks(model)
+    ranks.run(batch(0, 0, 5, "current"))
+    monkeypatch.setattr(PagedLayerRows, "key_blocks", key_blocks)
+    outcomes = ranks.run(batch(1, 5, 8, "mixed"))
+    assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
 
 
 def test_an_owner_that_wrote_another_row(model: DsaModel, monkeypatch: pytest.MonkeyPatch) -> None:

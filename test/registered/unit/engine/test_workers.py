@@ -94,9 +94,9 @@ def ask_ranks(watched: WorkerSet, workers: list[Puppet], command: Any = BATCH) -
 def test_replies_by_worker(watched: WorkerSet, workers: list[Puppet]) -> None:
     for number, worker in enumerate(workers[:2]):
         worker.replies.send(PoolOpened(100 + number))
-    replies = ask_ranks(watched, workers, OpenPool(True, 4))
+    replies = ask_ranks(watched, workers, OpenPool(True, 4, unified=False, scratch_bytes=None))
     assert [replies[worker] for worker in workers[:2]] == [PoolOpened(100), PoolOpened(101)]
-    assert workers[0].replies.receive(PATIENCE_S) == OpenPool(True, 4)
+    assert workers[0].replies.receive(PATIENCE_S) == OpenPool(True, 4, unified=False, scratch_bytes=None)
 
 
 def test_a_failure_comes_back_as_its_own_type_and_says_who(watched: WorkerSet, workers: list[Puppet]) -> None:
@@ -193,7 +193,7 @@ def test_a_reply_to_an_interrupted_command_is_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(workers[0].channel, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ask_ranks(watched, workers, OpenPool(True, 4))
+            ask_ranks(watched, workers, OpenPool(True, 4, unified=False, scratch_bytes=None))
     for worker in workers[:2]:
         worker.replies.send(Done())
     try:
@@ -286,7 +286,7 @@ def test_a_failed_command_is_answered_and_the_worker_goes_on(served: Served) -> 
     assert ask(channel, ReadCounters()) == Done()
     assert ask(channel, BATCH) == Failed("NumericsError", "a score is NaN", "rank 5")
     assert causes == ["RunBatch: a score is NaN"], "the others of the group must be let go"
-    unexpected = ask(channel, OpenPool(True, 2))
+    unexpected = ask(channel, OpenPool(True, 2, unified=False, scratch_bytes=None))
     assert (unexpected.kind, unexpected.where) == ("CpkvError", "rank 5")
     assert re.fullmatch(r"KeyError: 'latent' \(in .* at test_workers.py:\d+\)", unexpected.message)
     assert ask(channel, ReadCounters()) == PoolOpened(7)

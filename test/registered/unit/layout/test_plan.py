@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from cpkv.errors import PlanError
 from cpkv.layout.placement import PagePlacement
-from cpkv.layout.plan import BatchPlan, BatchSpec, Segment, choose_view
+from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="unit")
+register_cpu_ci(est_time=3, suite="unit")
 
 
 class Token(NamedTuple):
@@ -124,31 +124,28 @@ def test_a_replicated_pool_writes_every_token_at_its_undivided_page(
 
 
 @given(LENGTHS, PAGE_SIZES, CP_SIZES, st.integers(0, 99))
-def test_the_gathered_pages_are_where_view_pages_says(
+def test_the_plan_gathers_the_pages_of_the_history_and_those_of_all_tokens(
     lengths: list[tuple[int, int]], page_size: int, cp_size: int, seed: int
 ) -> None:
     """Kinds 12 and 13: pages in any order, exactly those that hold tokens, each contributed once by its owner."""
     plan, _ = plan_and_tokens(lengths, page_size, cp_size, seed=seed, view="full")
-    gather = plan.page_gather()
     place_of = places(cp_size)
-    buffers = []
-    for owner, local_pages in enumerate(gather.local_pages):
-        assert len(local_pages) <= gather.max_pages
-        assert len(set(local_pages.tolist())) == len(local_pages), "a page is contributed twice"
-        buffers += [(owner, int(page)) for page in local_pages] + [None] * (gather.max_pages - len(local_pages))
-    used = set()
-    for segment, view_pages in zip(plan.spec.segments, gather.view_pages, strict=True):
-        with_tokens = [page for place, page in enumerate(segment.pages) if place * page_size < segment.end]
-        assert [buffers[view_page] for view_page in view_pages] == [place_of[page] for page in with_tokens]
-        used.update(view_pages.tolist())
-    assert len(used) == sum(map(len, gather.local_pages)), "a page without a token of the batch is moved"
-    history = {
-        segment.pages[place]
-        for segment in plan.spec.segments
-        for place in range(len(segment.pages))
-        if place * page_size < segment.start
-    }
-    assert gather.history_pages == len(history)
+    for gather, ends in (
+        (plan.history, [history for history, _ in lengths]),
+        (plan.everything, [history + current for history, current in lengths]),
+    ):
+        arriving = []
+        for owner in range(cp_size):
+            arriving += [(owner, int(page)) for page in gather.padded_local_pages(owner)]
+        wanted = set()
+        for segment, numbers, end in zip(plan.spec.segments, gather.gathered_pages, ends, strict=True):
+            pages = [page for place, page in enumerate(segment.pages) if place * page_size < end]
+            assert [arriving[number] for number in numbers] == [place_of[page] for page in pages]
+            wanted.update(pages)
+        assert gather.num_pages == len(wanted) == sum(map(len, gather.local_pages))
+    for number, segment in enumerate(plan.spec.segments):
+        pages = [page for place, page in enumerate(segment.pages) if place * page_size < segment.start]
+        assert plan.history_pages(number).tolist() == pages
 
 
 @given(LENGTHS, PAGE_SIZES, CP_SIZES, STRATEGIES)
@@ -187,10 +184,11 @@ def test_ranks_without_a_token_or_without_a_page_still_have_a_part_in_the_plan(s
     assert busy == [0]
     assert all(plan.local_tokens(rank).runs == () for rank in range(1, 8))
     assert [len(plan.page_writes(rank).packed) for rank in range(8)] == [0, 0, 0, 1, 0, 0, 0, 0]
-    gather = plan.page_gather()
-    assert (gather.max_pages, gather.history_pages) == (1, 0)
+    gather = plan.everything
+    assert (gather.max_pages, gather.padded_pages, gather.num_pages) == (1, 8, 1)
     assert [pages.tolist() for pages in gather.local_pages] == [[], [], [], [50], [], [], [], []]
-    assert gather.view_pages[0].tolist() == [3]
+    assert gather.gathered_pages[0].tolist() == [3]
+    assert (plan.history.max_pages, plan.history.padded_pages, plan.history.num_pages) == (0, 0, 0)
 
 
 def test_a_chunk_that_begins_inside_a_page_of_another_rank_is_written_there() -> None:
@@ -203,7 +201,7 @@ def test_a_chunk_that_begins_inside_a_page_of_another_rank_is_written_there() ->
     ]
     assert rows == [[], [(0, 2, 2), (1, 2, 3)], [(2, 1, 0), (3, 1, 1)], []]
     assert plan.local_tokens(0).positions.tolist() == [6]
-    assert plan.page_gather().history_pages == 2
+    assert (plan.history.num_pages, plan.everything.num_pages) == (2, 3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -212,24 +210,24 @@ def test_page_counts_are_right_for_every_length_up_to_three_pages_and_one(page_s
     for tokens in range(1, 3 * page_size + 2):
         for start in range(tokens):
             plan, _ = plan_and_tokens([(start, tokens - start)], page_size, 3, view="full")
-            gather = plan.page_gather()
-            assert len(gather.view_pages[0]) == len({pos // page_size for pos in range(tokens)})
-            assert gather.history_pages == len({pos // page_size for pos in range(start)})
+            assert len(plan.everything.gathered_pages[0]) == len({pos // page_size for pos in range(tokens)})
+            assert plan.history.num_pages == len({pos // page_size for pos in range(start)})
 
 
 def test_a_page_that_two_requests_share_is_gathered_and_counted_once() -> None:
     segments = (Segment("a", 4, (1,), (40, 41), True), Segment("b", 4, (2,), (40, 43), True))
     plan = BatchPlan.build(BatchSpec(0, segments, "zigzag", "full"), PagePlacement(4, 4), 4)
-    gather = plan.page_gather()
+    gather = plan.everything
     assert [pages.tolist() for pages in gather.local_pages] == [[10], [10], [], [10]]
-    assert [pages.tolist() for pages in gather.view_pages] == [[0, 1], [0, 3]]
-    assert gather.history_pages == 1
+    assert [pages.tolist() for pages in gather.gathered_pages] == [[0, 1], [0, 3]]
+    assert (gather.num_pages, plan.history.num_pages) == (3, 1)
+    assert [pages.tolist() for pages in plan.history.gathered_pages] == [[0], [0]]
 
 
 def test_pages_set_aside_behind_the_last_token_are_not_gathered() -> None:
     segment = Segment("r", 5, (1, 2), (40, 41, 42, 43), is_last=False)
     plan = BatchPlan.build(BatchSpec(0, (segment,), "zigzag", "full"), PagePlacement(4, 4), 4)
-    assert [pages.tolist() for pages in plan.page_gather().local_pages] == [[10], [10], [], []]
+    assert [pages.tolist() for pages in plan.everything.local_pages] == [[10], [10], [], []]
 
 
 GOOD = Segment("good", 0, (1, 2, 3), (40,), is_last=True)
@@ -259,7 +257,7 @@ def test_a_batch_of_nothing_is_refused() -> None:
 
 def test_the_current_view_is_refused_where_one_request_has_history() -> None:
     segments = (GOOD, Segment("late", 1, (1,), (41,), True))
-    with pytest.raises(PlanError, match="batch 3 has history, which the view `current` does not hold; use `full`"):
+    with pytest.raises(PlanError, match="batch 3 has history, which the view `current` does not hold; use `mixed`"):
         BatchPlan.build(BatchSpec(3, segments, "zigzag", "current"), PagePlacement(4, 4), 4)
     BatchPlan.build(BatchSpec(3, (GOOD,), "zigzag", "current"), PagePlacement(4, 4), 4)
 
@@ -294,19 +292,3 @@ def test_the_digest_of_a_batch_changes_with_every_field_and_survives_the_wire() 
         assert changed.digest() != spec.digest(), f"{name} is not in the digest"
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=BatchSpec)
     assert received == spec and received.digest() == spec.digest()
-
-
-@pytest.mark.parametrize(
-    ("starts", "shared", "reuse", "view", "reason"),
-    [
-        ([0, 0], True, True, "current", "no request of the batch has history"),
-        ([0, 0], True, False, "full", "current reuse is turned off"),
-        ([0, 5], True, True, "full", "the batch has history"),
-        ([5, 0], True, False, "full", "the batch has history"),
-        ([0, 0], False, True, "replicated", "every rank holds every page"),
-        ([0, 5], False, True, "replicated", "every rank holds every page"),
-    ],
-)
-def test_the_view_and_its_reason(starts: list[int], shared: bool, reuse: bool, view: str, reason: str) -> None:
-    segments = [Segment("r", start, (1,), (40, 41), True) for start in starts]
-    assert choose_view(segments, shared=shared, current_reuse=reuse) == (view, reason)

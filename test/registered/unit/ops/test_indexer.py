@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpkv.config.names import IndexDtype
 from cpkv.errors import NumericsError
-from cpkv.ops.reference.indexer import KEY_TILE, exact_topk, indexer_scores
+from cpkv.layout.query_blocks import KEY_TILE
+from cpkv.ops.reference.index_keys import encode_index_keys
+from cpkv.ops.reference.indexer import exact_topk, indexer_scores, merge_topk
 from cpkv.testing.bits import assert_same_bits, first_difference
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="unit")
+register_cpu_ci(est_time=5, suite="unit")
 
 NEG_INF = float("-inf")
 NAN_BYTES = {torch.float32: 4, torch.float64: 8}
@@ -129,6 +133,12 @@ def naive_scores(
     return rows
 
 
+def scores_of(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """Scores of float keys, stored as they are."""
+    dtype: IndexDtype = "float64" if keys.dtype == torch.float64 else "float32"
+    return indexer_scores(queries, weights, keys.view(torch.uint8), limits, dtype=dtype)
+
+
 def make_inputs(
     tokens: int, *, queries: int = 3, heads: int = 2, dim: int = 5, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,7 +156,7 @@ def test_scores_are_those_of_a_naive_loop_at_every_edge_of_a_tile(tokens: int, h
     """Weights may be negative; what a query may not see is -inf."""
     queries, weights, keys = make_inputs(tokens, heads=heads)
     limits = [tokens, max(1, tokens // 2), 1]
-    scores = indexer_scores(queries, weights, keys, torch.tensor(limits))
+    scores = scores_of(queries, weights, keys, torch.tensor(limits))
     naive = torch.tensor(naive_scores(queries, weights, keys, limits), dtype=torch.float64)
     assert scores.shape == (3, max(limits))
     torch.testing.assert_close(scores, naive, rtol=0, atol=1e-13)
@@ -158,10 +168,10 @@ def test_keys_beyond_the_last_limit_change_no_bit(width: int) -> None:
     """What nobody may see is NaN: behind the limit in the same tile, in the next one, or not there at all."""
     queries, weights, keys = make_inputs(width)
     limits = torch.tensor([width, max(1, width - 1), 1])
-    alone = indexer_scores(queries, weights, keys, limits)
+    alone = scores_of(queries, weights, keys, limits)
     for surplus in (1, KEY_TILE - 1, KEY_TILE + 3):
         poisoned = torch.cat([keys, poison(torch.float64).expand(surplus, 5)])
-        scores = indexer_scores(queries, weights, poisoned, limits)
+        scores = scores_of(queries, weights, poisoned, limits)
         assert_same_bits(scores, alone, f"{surplus} NaN keys behind the limit")
     assert not bool(alone.isnan().any())
 
@@ -170,7 +180,7 @@ def test_a_nan_key_that_a_query_may_see_reaches_its_score_and_no_other() -> None
     """Kind 8: the poison of a row that should not be read is not hidden by the ReLU."""
     queries, weights, keys = make_inputs(20)
     keys[11] = poison(torch.float64)
-    scores = indexer_scores(queries, weights, keys, torch.tensor([20, 12, 11]))
+    scores = scores_of(queries, weights, keys, torch.tensor([20, 12, 11]))
     assert scores.isnan().nonzero().tolist() == [[0, 11], [1, 11]]
 
 
@@ -180,18 +190,104 @@ def test_scores_do_not_depend_on_where_the_keys_lie(dim: int, dtype: torch.dtype
     """Views hand out slices of larger buffers: the same keys at any row of one give the same bits."""
     queries, weights, keys = (part.to(dtype) for part in make_inputs(700, queries=9, heads=4, dim=dim))
     limits = torch.arange(692, 701)
-    alone = indexer_scores(queries, weights, keys, limits)
+    alone = scores_of(queries, weights, keys, limits)
     for first in (1, 2, 3, 17):
         buffer = poison(dtype).repeat(first + 700 + 5, dim)
         buffer[first : first + 700] = keys
-        scores = indexer_scores(queries, weights, buffer[first : first + 700], limits)
+        scores = scores_of(queries, weights, buffer[first : first + 700], limits)
         assert_same_bits(scores, alone, f"keys at row {first} of a buffer")
 
 
 def test_a_query_scores_the_same_bits_for_any_history_behind_it() -> None:
     """Tiles start at position 0 and have one shape, so a longer neighbour in the block moves no bit."""
     queries, weights, keys = (part.to(torch.float32) for part in make_inputs(1500, queries=4, heads=4, dim=32))
-    short = indexer_scores(queries, weights, keys, torch.tensor([300, 300, 300, 300]))
-    long = indexer_scores(queries, weights, keys, torch.tensor([300, 300, 300, 1500]))
+    short = scores_of(queries, weights, keys, torch.tensor([300, 300, 300, 300]))
+    long = scores_of(queries, weights, keys, torch.tensor([300, 300, 300, 1500]))
     assert_same_bits(long[:3, :300].contiguous(), short[:3].contiguous(), "with a longer neighbour")
     assert bool((long[:3, 300:] == NEG_INF).all())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("cut", [KEY_TILE, 2 * KEY_TILE, 3 * KEY_TILE])
+def test_scores_are_the_same_bits_however_the_stored_keys_are_cut_into_whole_tiles(dtype: IndexDtype, cut: int) -> None:
+    """A view that gathers a block of keys at a time scores what one that holds them all scores."""
+    compute = torch.float64 if dtype == "float64" else torch.float32
+    queries, weights, keys = (part.to(compute) for part in make_inputs(1700, queries=5, heads=3, dim=32))
+    stored = encode_index_keys(keys, dtype)
+    limits = torch.tensor([1700, 1, KEY_TILE, KEY_TILE + 1, 1600])
+    whole = indexer_scores(queries, weights, stored, limits, dtype=dtype)
+    for start in range(0, 1700, cut):
+        block = stored[start : start + cut].clone()
+        here = (limits - start).clamp(max=len(block))
+        scores = indexer_scores(queries, weights, block, here, dtype=dtype)
+        assert_same_bits(scores, whole[:, start : start + cut].contiguous(), f"the block from {start} on")
+
+
+def merged(scores: torch.Tensor, limits: torch.Tensor, k: int, cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of blocks that end at `cuts`, merged block by block."""
+    best_scores, best = scores[:, :0], limits.new_empty(len(scores), 0)
+    for start, end in pairwise([0, *cuts]):
+        best_scores, best = merge_topk(best_scores, best, scores[:, start:end], limits - start, k, start=start)
+    return best_scores, best
+
+
+def check_merge(rows: list[list[float]], limits: list[int], k: int, dtype: torch.dtype, cuts: list[int]) -> None:
+    scores, sees = torch.tensor(rows, dtype=dtype), torch.tensor(limits)
+    tokens = scores.shape[1]
+    scores.masked_fill_(torch.arange(tokens) >= sees.unsqueeze(1), NEG_INF)
+    best_scores, best = merged(scores, sees, k, [*cuts, tokens])
+    wanted = exact_topk(scores, sees, k)
+    assert_same_bits(best, wanted, f"merged over blocks that end at {cuts}")
+    there = wanted >= 0
+    assert_same_bits(best_scores[there], scores.gather(1, wanted.clamp(min=0))[there], "scores of the best")
+    assert bool((best_scores[~there] == NEG_INF).all())
+
+
+@given(score_blocks(), st.sampled_from([torch.float32, torch.float64]), st.data())
+def test_merged_blocks_choose_what_the_whole_chooses(
+    block: tuple[list[list[float]], list[int], int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Any partition, also into single keys; ties across blocks, and queries that see nothing of a block."""
+    rows, limits, k = block
+    tokens = len(rows[0])
+    cuts = sorted(data.draw(st.sets(st.integers(1, tokens - 1)))) if tokens > 1 else []
+    check_merge(rows, limits, k, dtype, cuts)
+
+
+@pytest.mark.parametrize("k", [1, 64, 500, 2048])
+def test_merged_blocks_of_long_rows_full_of_ties(k: int) -> None:
+    random_ = random.Random(k)
+    rows = [random_.choices([0.0, -0.0, 0.5, 1.0, -1.0], k=2100) for _ in range(4)]
+    rows += [[random_.gauss(0, 1) for _ in range(2100)] for _ in range(2)]
+    check_merge(rows, [2100, 40, 1, 1999, 2100, 700], k, torch.float32, [KEY_TILE, 2 * KEY_TILE, 3 * KEY_TILE])
+
+
+def test_zeros_of_either_sign_tie_across_blocks_and_the_earlier_block_wins() -> None:
+    scores = torch.tensor([[-0.0, 0.0, -1.0, 0.0, -0.0, 0.0]])
+    assert merged(scores, torch.tensor([6]), 3, [2, 4, 6])[1].tolist() == [[0, 1, 3]]
+
+
+def test_a_better_key_of_a_later_block_takes_the_place_of_the_last_of_the_ties() -> None:
+    scores = torch.tensor([[1.0, 1.0, 1.0, 1.0, 2.0, 1.0]])
+    assert merged(scores, torch.tensor([6]), 3, [3, 6])[1].tolist() == [[0, 1, 4]]
+
+
+def test_a_query_that_sees_nothing_of_a_block_keeps_its_best() -> None:
+    """Also where the scores of what it may not see are -inf like one that it has chosen."""
+    scores = torch.full((2, 8), NEG_INF)
+    scores[0, :3] = torch.tensor([NEG_INF, 1.0, NEG_INF])
+    scores[1] = torch.arange(8.0)
+    best_scores, best = merged(scores, torch.tensor([3, 8]), 5, [4, 6, 8])
+    assert best.tolist() == [[0, 1, 2, -1, -1], [3, 4, 5, 6, 7]]
+    assert best_scores[0].tolist() == [NEG_INF, 1.0, NEG_INF, NEG_INF, NEG_INF]
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 11])
+@pytest.mark.parametrize("k", [2, 5, 40])
+def test_a_nan_score_in_any_block_is_an_error(at: int, k: int) -> None:
+    """Also the NaN that a poisoned row gives, which has its sign set."""
+    for nan in (torch.tensor(math.nan), poison(torch.float32)):
+        scores = torch.randn(2, 12)
+        scores[1, at] = nan
+        with pytest.raises(NumericsError, match="an indexer score is NaN, so no choice of keys is right"):
+            merged(scores, torch.tensor([12, 12]), k, [4, 8, 12])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpkv.config.names import LatentDtype
+from cpkv.layout.row_format import RowFormat
 from cpkv.ops.reference.latent_rows import decode_latent_rows, encode_latent_rows, gather_rows, store_rows, torch_dtype
 from cpkv.ops.reference.sparse_mla import sparse_mla
 from cpkv.ops.words import as_words
@@ -69,7 +70,7 @@ def test_a_latent_row_is_the_latent_then_the_rope_key_rounded_once(dtype: Latent
     for part, values in ((stored[:, : rank * item], latent), (stored[:, rank * item :], rope_key)):
         rounded = values.to(DTYPES[dtype])
         assert_same_bits(part.contiguous(), rounded.contiguous().view(torch.uint8), "bytes of a part")
-    decoded = decode_latent_rows(stored, dtype)
+    decoded = decode_latent_rows(stored, RowFormat(dtype, rank, rope, "float32", 8), DTYPES[dtype])
     assert decoded.shape == (6, rank + rope)
     assert_same_bits(decoded, torch.cat([latent, rope_key], dim=1).to(DTYPES[dtype]), "decoded")
     assert decoded.data_ptr() == stored.data_ptr()
