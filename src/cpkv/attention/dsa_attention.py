@@ -13,10 +13,15 @@ import torch
 from cpkv.layout.plan import BatchPlan, LocalTokens
 from cpkv.layout.query_blocks import QueryBlocks
 from cpkv.layout.row_format import RowFormat
+from cpkv.ops.reference.index_keys import decode_index_keys
 from cpkv.ops.reference.indexer import exact_topk, indexer_scores, merge_topk
 from cpkv.ops.reference.latent_rows import decode_latent_rows
 from cpkv.ops.reference.sparse_mla import sparse_mla
 from cpkv.views.view import LayerRows
+
+# Keys are decoded once for all blocks of queries up to this many, and tile by tile for each block beyond: never a
+# decoded copy of a long context. Values and tiles are the same either way.
+DECODED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,9 @@ class DsaAttention:
         for start, stored in rows.key_blocks(segment):
             assert start == end_of_last, "key blocks must come in position order"
             end_of_last = start + len(stored)
+            keys = stored
+            if scored and len(stored) <= DECODED_TOKENS:
+                keys = decode_index_keys(stored, self.row_format.index_dtype, self.compute_dtype)
             for first, last in scored:
                 limits = positions[first:last] + 1
                 if int(limits[-1]) <= start:
@@ -130,7 +138,7 @@ class DsaAttention:
                 scores = indexer_scores(
                     index.queries[first:last],
                     index.weights[first:last],
-                    stored,
+                    keys,
                     limits_here,
                     dtype=self.row_format.index_dtype,
                 )

@@ -83,8 +83,12 @@ class Diagnostics:
             pages = torch.from_numpy(gather.gathered_pages[number])
             for what, stored in truth.items():
                 expected = stored[pages].flatten(0, 1)[: segment.end]
-                shown = rows.key_blocks(number) if what == "index keys" else _latent_rows(rows, number, segment.end)
-                if what == "index keys" and segment.end <= self._topk:
+                if what == "latent rows":
+                    shown = _latent_rows(rows, number, segment.end)
+                elif segment.end > self._topk:
+                    shown = rows.key_blocks(number)
+                else:
+                    # Keys that nobody scores are not gathered.
                     continue
                 for first, part in shown:
                     wrong = (part != expected[first : first + len(part)]).any(dim=1).nonzero().flatten()

@@ -126,7 +126,7 @@ def test_any_batch_equals_replicated_and_the_reference(
         check_float64(shared.trace, name, reference.forward(ids, record_indices=True))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_batch_has_the_same_bits(hot_model: Callable, prompt: Callable, data: st.DataObject) -> None:
     """The stored formats that are served, with few heads: ties, which no reference in float64 would decide alike."""

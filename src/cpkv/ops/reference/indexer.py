@@ -24,7 +24,8 @@ def indexer_scores(
     Args:
         queries: [queries, heads, dim].
         weights: [queries, heads], may be negative.
-        stored: uint8 [tokens, index_row_bytes] stored keys in position order, at least max(limits) of them.
+        stored: uint8 [tokens, index_row_bytes] stored keys in position order, at least max(limits) of them; or the
+            same keys decoded already, [tokens, dim] in the dtype of the queries.
         limits: int64 [queries] how many keys, from the first of `stored` on, each query may see; one sees at least 1.
         dtype: of the stored keys.
 
@@ -36,7 +37,9 @@ def indexer_scores(
     flat_queries = queries.reshape(num_queries * heads, dim)
     scores = queries.new_empty(num_queries, -(-width // KEY_TILE) * KEY_TILE)
     for start in range(0, width, KEY_TILE):
-        tile = decode_index_keys(stored[start : start + KEY_TILE], dtype, queries.dtype)
+        tile = stored[start : start + KEY_TILE]
+        if not stored.is_floating_point():
+            tile = decode_index_keys(tile, dtype, queries.dtype)
         if tile.shape[0] < KEY_TILE:
             tile = torch.cat([tile, tile.new_zeros(KEY_TILE - tile.shape[0], dim)])
         products = torch.mm(flat_queries, tile.T).relu_().view(num_queries, heads, KEY_TILE)
