@@ -44,7 +44,7 @@ class Job(NamedTuple):
         cp_size: ranks.
         folder: with checkpoint, weights and, in the end, the results.
         histories: tokens of history of the chunks.
-        rounds: pairs per view that must be fast.
+        rounds: pairs per view that must be fast, at the longest histories; short chunks are noisier and get more.
         other_rounds: pairs per view that is only reported.
     """
 
@@ -53,6 +53,10 @@ class Job(NamedTuple):
     histories: tuple[int, ...]
     rounds: int
     other_rounds: int
+
+    def pairs(self, history: int) -> int:
+        """Pairs of a view that must be fast."""
+        return self.rounds * (3 if history <= 4096 else 2 if history <= 16384 else 1)
 
 
 @dataclass
@@ -147,7 +151,7 @@ def measure(ours: Rank, history: int, job: Job) -> dict[str, Any]:
     results: dict[str, Any] = {}
     expected, _, _ = run_chunk(ours, "replicated", history)
     for view in fast + slow:
-        rounds = job.rounds if view in fast else job.other_rounds
+        rounds = job.pairs(history) if view in fast else job.other_rounds
         run_chunk(ours, view, history)
         mine, theirs = [], []
         for number in range(rounds):

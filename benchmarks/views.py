@@ -125,12 +125,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
         for view in names:
             points = [(int(history), views[view]["ratio"]) for history, views in by_history.items() if view in views]
             mean = [ratio["mean"] for _, ratio in points]
-            bounds = [
-                [ratio["mean"] - ratio["low"] for _, ratio in points],
-                [min(ratio["high"], 9) - ratio["mean"] for _, ratio in points],
-            ]
             places = [max(history, 1024) for history, _ in points]
-            panel.errorbar(places, mean, yerr=bounds, marker="o", capsize=3, label=view)
+            # Views without a limit are timed a few times only, too few for bounds.
+            low = [ratio["mean"] - ratio["low"] for _, ratio in points]
+            high = [ratio["high"] - ratio["mean"] for _, ratio in points]
+            bounds = [low, high] if view in LIMITED else None
+            panel.errorbar(places, mean, yerr=bounds, marker="o", markersize=4, capsize=3, label=view)
         panel.axhline(1, color="grey", linewidth=0.8)
         ticks = [max(int(history), 1024) for history in by_history]
         panel.set_xscale("log", base=2)
@@ -150,8 +150,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG for the curves")
     parser.add_argument("--cp-size", type=int, nargs="+", default=[2, 4], help="ranks of each group")
     parser.add_argument("--history", type=int, nargs="+", default=[0, 4096, 16384, 65536], help="tokens")
-    parser.add_argument("--rounds", type=int, default=10, help="pairs for the views that have a limit")
-    parser.add_argument("--other-rounds", type=int, default=3, help="pairs for the others")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="pairs for the views that have a limit, more at short histories"
+    )
+    parser.add_argument("--other-rounds", type=int, default=2, help="pairs for the others")
     options = parser.parse_args()
     if debug_requested(os.environ):
         sys.exit(f"{DEBUG_VARIABLE} is set: diagnostics would be timed; unset it")

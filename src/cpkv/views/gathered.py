@@ -23,12 +23,16 @@ from cpkv.views.view import CurrentRows, LayerRows, View, ViewContext
 class GatheredLayerRows(PagedLayerRows):
     """Rows of one layer, and the gather that is told when its keys have been read."""
 
-    view: GatheredView
-    layer: int
+    def __init__(self, view: GatheredView, layer: int, current: CurrentRows) -> None:
+        has_indexer = view.context.geometry.slots[layer] >= 0
+        blocks = view.gather.index_blocks() if has_indexer else None
+        super().__init__(view, view.latent_buffer(layer), blocks, view.blocks, view.starts, current)
+        self._gather = view.gather
+        self._layer = layer
 
     def keys_done(self) -> None:
         """The next layer's index blocks may come."""
-        self.view.gather.keys_done(self.layer)
+        self._gather.keys_done(self._layer)
 
 
 class GatheredView(View):
@@ -43,8 +47,8 @@ class GatheredView(View):
         row_bytes = geometry.row_format.latent_row_bytes
         names = [name for name in ("latent 0", "latent 1") if name in self.buffers]
         self._latent = [self.buffers[name].view(-1, row_bytes) for name in names]
-        self._starts = tuple(segment.start for segment in plan.spec.segments)
-        self._blocks = tuple(torch.from_numpy(pages) for pages in plan.history.gathered_pages)
+        self.starts = tuple(segment.start for segment in plan.spec.segments)
+        self.blocks = tuple(torch.from_numpy(pages) for pages in plan.history.gathered_pages)
         self.gather = self.gather_class(
             plan, context, [rows[: self._gathered_rows] for rows in self._latent], self.buffers.get("index blocks")
         )
@@ -56,11 +60,7 @@ class GatheredView(View):
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:
         """Wait for the layer's history."""
         self.gather.open_layer(layer)
-        has_indexer = self.context.geometry.slots[layer] >= 0
-        blocks = self.gather.index_blocks() if has_indexer else None
-        rows = GatheredLayerRows(self, self.latent_buffer(layer), blocks, self._blocks, self._starts, current)
-        rows.view, rows.layer = self, layer
-        return rows
+        return GatheredLayerRows(self, layer, current)
 
     def close(self, *, abandon: bool = False) -> None:
         """End the gather's thread."""
@@ -80,7 +80,7 @@ class MixedView(GatheredView):
                     self._gathered_rows + torch.arange(first, first + segment.length),
                 ]
             )
-            for pages, segment, first in zip(self._blocks, plan.spec.segments, plan.offsets, strict=False)
+            for pages, segment, first in zip(self.blocks, plan.spec.segments, plan.offsets, strict=False)
         )
 
     def current_target(self, layer: int) -> CurrentRows:
@@ -95,7 +95,7 @@ class FullView(GatheredView):
         super().__init__(plan, context)
         page_size = context.geometry.page_size
         position_rows, fresh = [], plan.history.padded_pages
-        for pages, segment in zip(self._blocks, plan.spec.segments, strict=True):
+        for pages, segment in zip(self.blocks, plan.spec.segments, strict=True):
             count = plan.placement.pages_for(segment.end) - len(pages)
             all_pages = torch.cat([pages, torch.arange(fresh, fresh + count)])
             position_rows.append(token_rows(all_pages * page_size, segment.end, page_size))
