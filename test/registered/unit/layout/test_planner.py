@@ -93,7 +93,7 @@ def test_the_choice_is_the_cheapest_view_that_fits(
     segments = make_segments(lengths, page_size)
     has_history = any(history for history, _ in lengths)
     if forced == "current" and has_history:
-        with pytest.raises(CapacityError, match="current was forced and a batch has history.*raise --chunk-size"):
+        with pytest.raises(CapacityError, match="the view current was forced and holds no history.*raise --chunk-size"):
             planner.choose(segments)
         return
     costs = [cost_of(planner, segments, view) for view in views_by_rule(planner, has_history)]
