@@ -226,3 +226,15 @@ def test_no_chunk_of_an_evenly_spread_request_is_larger_in_any_size_than_the_lar
             assert sizes.request_tokens <= most.request_tokens == (context,)
             for name in ("tokens", "rank_tokens", "history_pages", "fresh_pages", "key_block_pages"):
                 assert getattr(sizes, name) <= getattr(most, name), f"{name} of tokens {start} to {segment.end}"
+
+
+def test_every_rank_blocks_a_request_alike() -> None:
+    """By the request's end, which all ranks know, and not by the last token that a rank has."""
+    plan = make_plan([(500, 700)], 16, 4)
+    queries = QueryBlocks(64, 8, 2, 4, 1 << 15)
+    expected = queries.size(1200)
+    assert expected < queries.size(600), "blocks must depend on the length, or nothing is tested"
+    for rank in range(4):
+        ranges = [(first, last) for _, first, last in queries.of(plan, plan.local_tokens(rank))]
+        assert {last - first for first, last in ranges[:-1]} == {expected}
+        assert 1 <= ranges[-1][1] - ranges[-1][0] <= expected
