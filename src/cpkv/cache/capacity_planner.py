@@ -58,8 +58,7 @@ class CapacityPlanner:
     @property
     def costs(self) -> ViewCosts:
         """Of views."""
-        item_bytes = 8 if self.settings.dtype == "float64" else 4
-        return self.model.view_costs(self.geometry, item_bytes, self.options)
+        return self.model.view_costs(self.geometry, self.settings.compute_item_bytes, self.options)
 
     def placement(self, shared: bool) -> PagePlacement:
         """Over the ranks, or every page on every rank."""
@@ -191,16 +190,8 @@ class CapacityPlanner:
     def choice(self, context: int, hosts: Hosts, base_tokens: int) -> EngineChoice:
         """What the engine's planner takes for the last chunk, with the scratch that it sets aside at start."""
         settings = self.settings
-        planner = ViewPlanner(
-            costs=self.costs,
-            placement=self.placement(True),
-            cp_size=settings.cp_size,
-            strategy=settings.cp_strategy,
-            forced=settings.kv_view,
-            current_reuse=settings.current_reuse,
-            unified_reason=None if hosts == "one" else SEVERAL_HOSTS,
-            scratch_bytes=settings.scratch_bytes,
-        )
+        unified_reason = None if hosts == "one" else SEVERAL_HOSTS
+        planner = ViewPlanner.of_settings(settings, self.costs, self.placement(True), unified_reason)
         if planner.scratch_bytes is None:
             planner = planner.with_scratch_for(context, settings.chunk_size)
         scratch = planner.scratch_bytes or 0

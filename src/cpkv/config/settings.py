@@ -77,6 +77,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Of stored latent rows."""
         return self.latent_dtype or self.dtype
 
+    @property
+    def compute_item_bytes(self) -> int:
+        """Bytes of a value while it is computed with: float64, else float32."""
+        return 8 if self.dtype == "float64" else 4
+
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:

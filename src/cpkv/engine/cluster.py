@@ -11,6 +11,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +47,6 @@ from cpkv.layout.planner import ViewPlanner
 from cpkv.layout.pool_geometry import local_pages
 from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.checkpoint import prepare_weights, read_config
-from cpkv.model.norms import compute_dtype_of
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
 from cpkv.pool.sealed_segment import why_not_unified
@@ -201,19 +201,13 @@ class Cluster:
         """Chooses the views of a pool."""
         settings = self.settings
         placement = self.placement(shared)
-        item_bytes = compute_dtype_of(torch_dtype(settings.dtype)).itemsize
-        planner = ViewPlanner(
-            costs=self.shape.view_costs(self.geometry, item_bytes, ViewOptions(prefetch=settings.prefetch)),
-            placement=placement,
-            cp_size=settings.cp_size,
-            strategy=settings.cp_strategy,
-            forced=settings.kv_view,
-            current_reuse=settings.current_reuse,
-            unified_reason=self.unified_reason,
+        options = ViewOptions(prefetch=settings.prefetch)
+        costs = self.shape.view_costs(self.geometry, settings.compute_item_bytes, options)
+        planner = ViewPlanner.of_settings(settings, costs, placement, self.unified_reason)
+        if not shared:
             # Replicated pools are read where they lie, with what keys in position order take.
-            scratch_bytes=settings.scratch_bytes if shared else None,
-        )
-        if not shared or settings.scratch_bytes is not None:
+            return replace(planner, scratch_bytes=None)
+        if planner.scratch_bytes is not None:
             return planner
         pages = allocatable_pages(local_pages(self.pool_pages(shared), placement), placement)
         return planner.with_scratch_for(min(pages * settings.page_size, self.shape.max_positions), settings.chunk_size)

@@ -108,7 +108,6 @@ class PrefillScheduler:
 
     def __init__(self, cluster: Cluster, *, shared: bool, trace: Trace | None = None) -> None:
         self._cluster = cluster
-        self._shared = shared
         self._trace = trace
         self._placement = cluster.placement(shared)
         self.allocator = PageAllocator(cluster.pool_pages(shared), self._placement)

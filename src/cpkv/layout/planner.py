@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cpkv.config.names import KvView, SplitStrategy, ViewName
+from cpkv.config.settings import EngineSettings
 from cpkv.errors import CapacityError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
@@ -53,6 +54,22 @@ class ViewPlanner:
     current_reuse: bool = True
     unified_reason: str | None = "the pools are not in shared memory"
     scratch_bytes: int | None = None
+
+    @classmethod
+    def of_settings(
+        cls, settings: EngineSettings, costs: ViewCosts, placement: PagePlacement, unified_reason: str | None
+    ) -> ViewPlanner:
+        """The planner of a pool under these settings."""
+        return cls(
+            costs=costs,
+            placement=placement,
+            cp_size=settings.cp_size,
+            strategy=settings.cp_strategy,
+            forced=settings.kv_view,
+            current_reuse=settings.current_reuse,
+            unified_reason=unified_reason,
+            scratch_bytes=settings.scratch_bytes,
+        )
 
     def with_scratch_for(self, context: int, chunk: int) -> ViewPlanner:
         """The same planner with the scratch that the preferred views take for one request of up to `context` tokens."""

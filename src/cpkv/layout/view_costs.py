@@ -28,6 +28,7 @@ from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan
 from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.layout.query_blocks import KEY_TILE, QueryBlocks
+from cpkv.layout.split import IntArray
 
 ALIGNMENT = 64
 TAIL = "tail"
@@ -77,7 +78,7 @@ class BatchSizes:
         blocks = [
             block.max_pages
             for number in range(len(plan.spec.segments))
-            for block in key_block_gathers(plan, number, size)
+            for block in key_block_gathers(plan.history_pages(number), plan.placement, size)
         ]
         return cls(
             cp_size=plan.cp_size,
@@ -120,8 +121,7 @@ class BatchSizes:
     ) -> BatchSizes:
         """No chunk of a request with these pages is larger in any size, wherever it starts."""
         held = np.asarray(pages[: placement.pages_for(tokens)], dtype=np.int64)
-        step = key_block_tokens(placement.page_size, options) // placement.page_size
-        blocks = [PageGather.of([held[first : first + step]], placement) for first in range(0, len(held), step)]
+        blocks = key_block_gathers(held, placement, key_block_tokens(placement.page_size, options))
         history = PageGather.of([held], placement).max_pages
         fullest = max(block.max_pages for block in blocks)
         return cls._bound(tokens, chunk, cp_size, placement.page_size, history, fullest)
@@ -149,11 +149,10 @@ def key_block_tokens(page_size: int, options: ViewOptions) -> int:
     return max(1, options.key_block_tokens // step) * step
 
 
-def key_block_gathers(plan: BatchPlan, segment: int, block_tokens: int) -> Sequence[PageGather]:
-    """The gathers of one request's history index keys, block by block in position order."""
-    pages = plan.history_pages(segment)
-    step = block_tokens // plan.placement.page_size
-    return [PageGather.of([pages[first : first + step]], plan.placement) for first in range(0, len(pages), step)]
+def key_block_gathers(pages: IntArray, placement: PagePlacement, block_tokens: int) -> Sequence[PageGather]:
+    """The gathers of a request's index keys on these pages, block by block in position order."""
+    step = block_tokens // placement.page_size
+    return [PageGather.of([pages[first : first + step]], placement) for first in range(0, len(pages), step)]
 
 
 @dataclass(frozen=True)
@@ -209,10 +208,8 @@ class ViewCosts:
         }
         if view not in ("mixed", "unified", "layer-split"):
             buffers["current rows"] = sizes.tokens * row
-        if view in ("full", "mixed"):
+        if view in ("full", "mixed", "layer-split"):
             buffers |= self._gathered(view, sizes)
-        if view == "layer-split":
-            buffers |= self._broadcast(sizes)
         if view == "unified":
             # Layer l of the current rows is shifted like the pools are.
             buffers[TAIL] = (self.geometry.num_layers * self.geometry.page_size + sizes.tokens) * row
@@ -225,23 +222,15 @@ class ViewCosts:
     def _gathered(self, view: ViewName, sizes: BatchSizes) -> dict[str, int]:
         geometry = self.geometry
         row = geometry.row_format.latent_row_bytes
-        history = sizes.cp_size * sizes.history_pages
+        history = _arriving_pages(view, sizes)
         rows = history * geometry.page_size + sizes.tokens
         if view == "full":
             rows = (history + sizes.fresh_pages) * geometry.page_size
         buffers = {"latent 0": rows * row}
-        if self.options.prefetch:
+        if self.options.prefetch and view != "layer-split":
             buffers["latent 1"] = rows * row
         if self.scored(sizes):
             buffers["index blocks"] = history * geometry.index_block_bytes
-        return buffers
-
-    def _broadcast(self, sizes: BatchSizes) -> dict[str, int]:
-        geometry = self.geometry
-        rows = sizes.history_pages * geometry.page_size + sizes.tokens
-        buffers = {"latent 0": rows * geometry.row_format.latent_row_bytes}
-        if self.scored(sizes):
-            buffers["index blocks"] = sizes.history_pages * geometry.index_block_bytes
         return buffers
 
     def _blocked(self, sizes: BatchSizes) -> dict[str, int]:
@@ -261,11 +250,14 @@ class ViewCosts:
         row = geometry.row_format.latent_row_bytes
         index_slots = geometry.num_slots if self.scored(sizes) else 0
         page = geometry.latent_page_bytes + index_slots * geometry.index_block_bytes
-        if view in ("full", "mixed"):
-            return sizes.cp_size * sizes.history_pages * page
-        if view == "layer-split":
-            return sizes.history_pages * page
+        if view in ("full", "mixed", "layer-split"):
+            return _arriving_pages(view, sizes) * page
         if view == "blocked":
             wanted = sizes.rank_tokens * min(self.queries.topk, max(sizes.request_tokens)) * row * geometry.num_layers
             return wanted + sizes.cp_size * sizes.history_pages * index_slots * geometry.index_block_bytes
         return 0
+
+
+def _arriving_pages(view: ViewName, sizes: BatchSizes) -> int:
+    """Pages of history that arrive on a rank for one layer: from each owner, or all of them from one rank."""
+    return sizes.history_pages * (1 if view == "layer-split" else sizes.cp_size)

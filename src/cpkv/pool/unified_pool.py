@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 
 from cpkv.layout.pool_geometry import PoolGeometry
@@ -84,7 +83,11 @@ class UnifiedPool(PagePool):
                 RangeShape.of("latent", latent_bytes, row_bytes, tail_bytes, memory.page_bytes),
                 RangeShape.of("index", index_bytes, block_bytes, page_bytes=memory.page_bytes),
             ),
-            {name: str(value) for name, value in msgspec.structs.asdict(_described(geometry)).items()},
+            {
+                "page_size": str(geometry.page_size),
+                "slots": str(geometry.slots),
+                "row_format": str(geometry.row_format),
+            },
             secret,
             folder,
             fence,
@@ -104,18 +107,6 @@ class UnifiedPool(PagePool):
     def tail_rows(self, layer: int, tokens: int) -> torch.Tensor:
         """Where the current rows of a layer lie, uint8 [tokens, latent_row_bytes]: `tail_row` in every layer."""
         return self.all_latent_rows(layer)[self.tail_row : self.tail_row + tokens]
-
-
-class _Described(msgspec.Struct, frozen=True):
-    """What all ranks must agree on beside the sizes."""
-
-    page_size: int
-    slots: tuple[int, ...]
-    row_format: str
-
-
-def _described(geometry: PoolGeometry) -> _Described:
-    return _Described(geometry.page_size, geometry.slots, str(geometry.row_format))
 
 
 def _units(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:

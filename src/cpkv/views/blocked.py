@@ -29,14 +29,12 @@ class BlockedView(View):
 
     def __init__(self, plan: BatchPlan, context: ViewContext) -> None:
         super().__init__(plan, context)
-        options = context.costs.options
         row_bytes = context.geometry.row_format.latent_row_bytes
-        self.block_tokens = key_block_tokens(plan.placement.page_size, options)
+        self.block_tokens = key_block_tokens(plan.placement.page_size, context.costs.options)
         self.round_rows = self.buffers["sent"].numel() // (context.comm.size * row_bytes)
-        self.key_gathers = [
-            key_block_gathers(plan, number, self.block_tokens) for number in range(len(plan.spec.segments))
-        ]
-        self._pages = [torch.from_numpy(plan.history_pages(number)) for number in range(len(plan.spec.segments))]
+        history = [plan.history_pages(number) for number in range(len(plan.spec.segments))]
+        self.key_gathers = [key_block_gathers(pages, plan.placement, self.block_tokens) for pages in history]
+        self._pages = [torch.from_numpy(pages) for pages in history]
 
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:
         """Nothing moves until it is asked for."""
@@ -58,7 +56,6 @@ class BlockedLayerRows(LayerRows):
         self._blocked = view
         self._layer = layer
         self._current = current
-        self._served = False
 
     def key_blocks(self, segment: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Blocks of `key_block_tokens`; history gathered from its owners, then the current keys."""

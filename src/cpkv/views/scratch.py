@@ -8,8 +8,7 @@ import torch
 
 from cpkv.errors import CapacityError, ConfigError
 from cpkv.layout.view_costs import aligned
-
-POISON_BYTE = 0xFF
+from cpkv.pool.page_pool import POISON_BYTE
 
 
 class Scratch:
