@@ -4,7 +4,8 @@
     python test/run_faults.py mutants            at least 90% of those in test/faults/mutants.toml must be caught
 
 A fault is a piece of text that occurs once in a file, what takes its place, the tests to run, and, for planted faults,
-words that the name or the message of a failing test must hold. The working tree is never touched.
+words that the name or the message of a failing test must hold. All those tests are first run without a fault, where
+they must pass. The working tree is never touched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,24 +63,35 @@ def read_faults(path: Path) -> list[Fault]:
     return faults
 
 
+def run_tests(tests: Sequence[str], source: Path) -> subprocess.CompletedProcess[str]:
+    """Run tests against the package in `source`, up to the first that fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "CI": "1"}
+    return subprocess.run(
+        [*command, *tests],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def red_without_fault(tests: str) -> str | None:
+    """The tests, when they fail on the package as it is: then a failure says nothing about a fault."""
+    ended = run_tests([tests], ROOT / "src")
+    return None if ended.returncode == 0 else f"{tests}: {ended.stdout.strip()[-400:]}"
+
+
 def try_fault(fault: Fault) -> Verdict:
     """Run the fault's tests against a copy of the package that holds it."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         shutil.copytree(ROOT / "src", Path(folder) / "src")
         target = Path(folder) / fault.file
         target.write_text(target.read_text(encoding="utf-8").replace(fault.find, fault.replace), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        environment = os.environ | {"PYTHONPATH": str(Path(folder) / "src"), "OMP_NUM_THREADS": "1", "CI": "1"}
         try:
-            ended = subprocess.run(
-                [*command, *fault.tests],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
+            ended = run_tests(fault.tests, Path(folder) / "src")
         except subprocess.TimeoutExpired:
             return Verdict(fault, True, f"no end within {TIMEOUT_S} s")
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)$", ended.stdout, re.MULTILINE)
@@ -100,6 +113,10 @@ def main() -> int:
     faults = read_faults(ROOT / "test" / "faults" / f"{options.list}.toml")
     chosen = [fault for fault in faults if options.only is None or re.search(options.only, fault.name)]
     with ThreadPoolExecutor(options.jobs) as pool:
+        tests = sorted({name for fault in chosen for name in fault.tests})
+        red = [said for said in pool.map(red_without_fault, tests) if said]
+        if red:
+            sys.exit("these fail without any fault; mend them first:\n" + "\n".join(red))
         verdicts = []
         for verdict in pool.map(try_fault, chosen):
             verdicts.append(verdict)

@@ -44,11 +44,16 @@ class WorkerHandle(abc.ABC):
     def wait(self, timeout_s: float) -> None:
         """Give it that long to end by itself."""
 
-    def stop(self) -> None:
-        """Ask it to release everything and end; kill it when it does not."""
+    def ask_to_stop(self) -> None:
+        """Tell it to release everything and end; `stop` waits for that."""
         if self.exit_cause() is None:
             with contextlib.suppress(CpkvError):
                 self.channel.send(StopWorker())
+
+    def stop(self) -> None:
+        """Wait until a worker that was asked to stop is gone; kill it when it does not end."""
+        if self.exit_cause() is None:
+            with contextlib.suppress(CpkvError):
                 self.channel.receive(STOP_TIMEOUT_S)
                 self.channel.close()
                 self.wait(STOP_TIMEOUT_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -64,6 +65,10 @@ def main() -> None:
     threading.Thread(target=end_with_scheduler, args=(options.lifeline,), daemon=True).start()
     channel = Channel(socket.socket(fileno=options.socket), Command, "the scheduler")
     serve_commands(channel, options.name, make_worker, on_failure=lambda command, cause: None)
+    # Everything is released; to take down the modules of torch and transformers would cost another second.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -155,6 +155,9 @@ class WorkerSet:
     def close(self) -> None:
         """Stop every worker; none is left behind."""
         broken = bool(self._broken) or any(worker.exit_cause() is not None for worker in self._workers)
+        if not broken:
+            for worker in self._workers:
+                worker.ask_to_stop()
         for worker in reversed(self._workers):
             if broken:
                 worker.kill()

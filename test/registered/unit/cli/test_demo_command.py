@@ -23,7 +23,7 @@ from cpkv.engine.prefill import PrefillReport
 from cpkv.engine.request import Request
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="unit")
+register_cpu_ci(est_time=5, suite="unit")
 
 # Frozen: a flag that is added, renamed or dropped, or another default, is a change of the command that people use.
 FLAGS: dict[str, Any] = {

@@ -24,7 +24,7 @@ from cpkv.errors import ConfigError
 from cpkv.layout.model_numbers import model_presets
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="unit")
+register_cpu_ci(est_time=6, suite="unit")
 
 # Frozen: a flag that is added, renamed or dropped, or another default, is a change of the command that people use.
 FLAGS: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 from cpkv.testing.registration import register_cpu_ci
 from runner.discovery import Registration, discover
 
-register_cpu_ci(est_time=5, suite="unit")
+register_cpu_ci(est_time=2, suite="unit")
 
 GOOD = 'register_cpu_ci(est_time=1, suite="unit")'
 TEST = "\n\ndef test_one():\n    pass\n"

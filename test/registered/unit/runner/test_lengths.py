@@ -11,7 +11,7 @@ import pytest
 
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="unit")
+register_cpu_ci(est_time=1, suite="unit")
 
 SCRIPT = Path(__file__).parents[4] / "tools/check_lengths.py"
 LIST = "tools/length_exceptions.txt"

@@ -10,7 +10,7 @@ import pytest
 from cpkv.testing.registration import register_cpu_ci
 from runner.reach import changed_files, reached
 
-register_cpu_ci(est_time=5, suite="unit")
+register_cpu_ci(est_time=2, suite="unit")
 
 PLACEMENT, PLAN, TOKENS = "src/cpkv/layout/placement.py", "src/cpkv/layout/plan.py", "src/cpkv/model/tokens.py"
 FILES = {

@@ -10,7 +10,7 @@ from cpkv.testing.registration import register_cpu_ci
 from runner.discovery import Registration, TestFile
 from runner.selection import Entry, partition, select
 
-register_cpu_ci(est_time=8, suite="unit")
+register_cpu_ci(est_time=4, suite="unit")
 
 SIZES = range(1, 8)
 TIMES = st.lists(st.integers(1, 400), min_size=1, max_size=40)

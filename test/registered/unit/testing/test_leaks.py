@@ -18,7 +18,7 @@ from cpkv.layout.placement import PagePlacement
 from cpkv.testing.leaks import nothing_left_behind
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="unit")
+register_cpu_ci(est_time=2, suite="unit")
 
 SEGMENTS = Path("/dev/shm")
 LEAKY = """
