@@ -2,9 +2,9 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu lint planted mutants clean
+.PHONY: help setup demo test test-full test-gpu lint planted mutants sim faults clean
 
-EXTRAS ?= engine,mooncake,dev
+EXTRAS ?= engine,mooncake,nixl,dev
 # Where nothing can be installed: make test-gpu PY=python3
 PY ?= .venv/bin/python
 RUNNER = $(PY) test/run_suite.py --continue-on-error
@@ -27,7 +27,7 @@ test: setup  ## Run the registered tests that this machine can run; ARGS="--suit
 test-full: setup  ## The same with the nightly ones
 	@$(RUNNER) --nightly $(ARGS)
 
-test-gpu: EXTRAS = engine,mooncake,gpu,dev
+test-gpu: EXTRAS = engine,mooncake,nixl,gpu,dev
 test-gpu: setup  ## The tests registered for CUDA
 	@$(RUNNER) --hw cuda $(ARGS)
 
@@ -39,6 +39,14 @@ planted: setup  ## Plant the faults that this field has shipped, one at a time; 
 
 mutants: setup  ## Seeded faults of layout, cache and transfer protocol; at least 90% must be caught
 	@$(PY) test/run_faults.py mutants $(ARGS)
+
+sim: setup  ## 100,000 random schedules of transfers over a hostile network; ARGS="--seed 7 --schedules 1" replays one
+	@$(PY) test/simulate_transfers.py $(ARGS)
+
+FAULTS = $(PY) test/inject_faults.py --transfer all --stop-s 20
+faults: setup  ## Kill, stop and cut off workers of every back end, without a model and with the engine (an hour)
+	@$(FAULTS) --requests 2000 --kills-prefill 100 --kills-decode 100 --aborts 1000 --stops 5 --hiccups 200 --cut-offs 10 $(ARGS)
+	@$(FAULTS) --engine --requests 200 --kills-prefill 10 --kills-decode 10 --aborts 100 --stops 1 --hiccups 10 $(ARGS)
 
 clean:  ## Remove .venv, caches and build output
 	rm -rf .venv .venv.lock build dist out src/*.egg-info

@@ -23,6 +23,10 @@ class CapacityError(CpkvError):
     """A request needs more pages than the pool can give."""
 
 
+class BusyError(CapacityError):
+    """The pages that a request needs are held by others for now; it may be asked for again."""
+
+
 class AllocatorError(CpkvError):
     """The allocator's books are wrong: a page freed twice, a foreign page, a leak."""
 

@@ -7,10 +7,12 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from cpkv.cli import demo_flags as flags
+from cpkv.cli.addresses import read_secret
 from cpkv.cli.demo_options import DemoOptions
 from cpkv.config.debug import DEBUG_VARIABLE, debug_requested
 
@@ -32,6 +34,12 @@ def demo(
     chunk_size: flags.ChunkSize = 2048,
     num_pages: flags.NumPages = None,
     transfer: flags.Transfer = "mooncake",
+    no_overlap: flags.NoOverlap = False,
+    verify_transfer: flags.VerifyTransfer = False,
+    host: flags.Host = "127.0.0.1",
+    decode_at: flags.DecodeAt = None,
+    registry: flags.Registry = None,
+    secret_file: flags.SecretFile = None,
     prompt_tokens: flags.PromptTokens = 4000,
     prompt_file: flags.PromptFile = None,
     requests: flags.Requests = 1,
@@ -47,36 +55,24 @@ def demo(
 
     Examples:  cpkv demo  |  cpkv demo --model-family deepseek-v32 --cp-size 8 --requests 3 --index-dtype fp8
     """
+    # Before anything else is local: flags and options have the same names.
+    arguments = dict(locals())
+    given: dict[str, Any] = {
+        name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()
+    }
     options = DemoOptions(
-        model_family=model_family,
-        model=str(model) if model is not None else None,
-        dtype=dtype,
-        index_dtype=index_dtype or dtype,
-        latent_dtype=latent_dtype,
-        cp_size=cp_size,
-        cp_strategy=cp_strategy,
-        enable_cp_shared_kv=cp_size > 1 if enable_cp_shared_kv is None else enable_cp_shared_kv,
-        kv_view=kv_view,
-        no_current_reuse=no_current_reuse,
-        no_prefetch=no_prefetch,
-        scratch_bytes=scratch_bytes,
-        page_size=page_size,
-        chunk_size=chunk_size,
-        num_pages=num_pages,
-        transfer=transfer,
-        prompt_tokens=prompt_tokens,
-        prompt_file=str(prompt_file) if prompt_file is not None else None,
-        requests=requests,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        dump=str(dump) if dump is not None else None,
-        json=json_output,
-        debug=debug_requested(os.environ),
+        **{name: value for name, value in given.items() if name in DemoOptions.__struct_fields__}
+        | {
+            "index_dtype": index_dtype or dtype,
+            "enable_cp_shared_kv": cp_size > 1 if enable_cp_shared_kv is None else enable_cp_shared_kv,
+            "json": json_output,
+            "debug": debug_requested(os.environ),
+        }
     )
-    run_and_print(options)
+    run_and_print(options, read_secret(secret_file, os.environ))
 
 
-def run_and_print(options: DemoOptions) -> None:
+def run_and_print(options: DemoOptions, secret: str) -> None:
     """Run, print the table or the JSON, and end with status 1 when something differs."""
     from cpkv.cli.demo_report import print_report
     from cpkv.cli.demo_run import run_demo
@@ -84,7 +80,7 @@ def run_and_print(options: DemoOptions) -> None:
     if options.debug:
         print(f"warning: {DEBUG_VARIABLE} is set: synchronising diagnostics are on, this run is slow", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as workspace:
-        report = run_demo(options, Path(workspace), progress=lambda text: print(text, file=sys.stderr, flush=True))
+        report = run_demo(options, secret, Path(workspace), lambda text: print(text, file=sys.stderr, flush=True))
     if options.json:
         print(json.dumps(report.as_json()))
     else:

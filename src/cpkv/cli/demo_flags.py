@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 MODEL, GROUP, REQUESTS, OUTPUT = "Model", "Prefill group and pools", "Requests", "Output"
+ELSEWHERE = "A decode worker elsewhere"
 
 ModelFamily = Annotated[
     Literal["glm5", "glm52", "deepseek-v32"],
@@ -75,11 +76,36 @@ NumPages = Annotated[
     ),
 ]
 Transfer = Annotated[
-    Literal["mooncake", "inprocess"],
+    Literal["mooncake", "tcp", "shm", "nixl", "inprocess"],
     typer.Option(
-        help="mooncake (processes and TCP) or inprocess (threads).",
+        help="mooncake or tcp (processes), or shm (those of one host), or nixl, or inprocess (threads).",
         metavar="NAME",
         rich_help_panel=GROUP,
+    ),
+]
+NoOverlap = Annotated[
+    bool,
+    typer.Option("--no-overlap", help="Send pages only once the whole prompt is computed.", rich_help_panel=GROUP),
+]
+VerifyTransfer = Annotated[
+    bool,
+    typer.Option("--verify-transfer", help="Compare a digest of each page after its transfer.", rich_help_panel=GROUP),
+]
+Host = Annotated[str, typer.Option(help="Address at which workers listen and are reached.", rich_help_panel=ELSEWHERE)]
+DecodeAt = Annotated[
+    str | None,
+    typer.Option(help="Use the `cpkv decode` that listens there.", metavar="HOST:PORT", rich_help_panel=ELSEWHERE),
+]
+Registry = Annotated[
+    str | None,
+    typer.Option(help="Use a decode worker that is registered there.", metavar="HOST:PORT", rich_help_panel=ELSEWHERE),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the secret that workers share (default: CPKV_SECRET).",
+        metavar="FILE",
+        rich_help_panel=ELSEWHERE,
     ),
 ]
 PromptTokens = Annotated[int, typer.Option(help="Tokens of the longest prompt.", rich_help_panel=REQUESTS)]

@@ -36,6 +36,11 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     chunk_size: int = 2048
     num_pages: int | None = None
     transfer: TransferName = "mooncake"
+    no_overlap: bool = False
+    verify_transfer: bool = False
+    host: str = "127.0.0.1"
+    decode_at: str | None = None
+    registry: str | None = None
     prompt_tokens: int = 4000
     prompt_file: str | None = None
     requests: int = 1
@@ -62,6 +67,9 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             prefetch=not self.no_prefetch,
             scratch_bytes=self.scratch_bytes,
             transfer=self.transfer,
+            overlap=not self.no_overlap,
+            verify_transfer=self.verify_transfer,
+            host=self.host,
             debug=self.debug,
         )
 
@@ -81,4 +89,11 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             if not low <= value <= high:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {value}; give {low} to {high}")
+        elsewhere = self.decode_at is not None or self.registry is not None
+        if self.decode_at is not None and self.registry is not None:
+            raise ConfigError("--decode-at and --registry both name a decode worker; give one of them")
+        if elsewhere and self.dump is not None:
+            raise ConfigError(
+                "--dump writes the pool of a decode worker on this host; leave out --decode-at and --registry"
+            )
         check_settings(self.settings(self.num_pages or 2 * max(1, self.cp_size)))

@@ -5,29 +5,33 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import save_file
 
+from cpkv.cli.addresses import parse_address
 from cpkv.cli.demo_inputs import DemoInputs, demo_inputs
 from cpkv.cli.demo_options import DemoOptions
 from cpkv.cli.demo_reference import Reference, compare_with_reference
 from cpkv.cli.demo_report import DemoReport
 from cpkv.config.settings import EngineSettings
-from cpkv.engine.cluster import Cluster
+from cpkv.engine.cluster import Cluster, RemoteDecode
 from cpkv.engine.commands import Trace
 from cpkv.engine.generation import GenerationResult, generate
 from cpkv.engine.request import check_request
 from cpkv.engine.trace_files import read_trace
-from cpkv.errors import ConfigError
+from cpkv.errors import ConfigError, TransferError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.pool_geometry import local_pages
 from cpkv.model.checkpoint import read_config
 from cpkv.model.shape import ModelShape
+from cpkv.transfer.registry_client import RegistryClient
 
 Progress = Callable[[str], None]
+FIND_TIMEOUT_S = 10.0
 
 
 def enough_pages(options: DemoOptions, inputs: DemoInputs) -> int:
@@ -37,8 +41,20 @@ def enough_pages(options: DemoOptions, inputs: DemoInputs) -> int:
     return (-(-pages // options.cp_size) + 1) * options.cp_size
 
 
-def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoReport:
+def enough_decode_pages(options: DemoOptions, inputs: DemoInputs) -> int:
+    """Pages of a decode worker that holds all requests at once, its trash page included."""
+    placement = PagePlacement(options.page_size, 1)
+    return 1 + sum(placement.pages_for(len(request.token_ids) + request.max_new_tokens) for request in inputs.requests)
+
+
+def run_demo(options: DemoOptions, secret: str, workspace: Path, progress: Progress) -> DemoReport:
     """Run everything; workers have ended when this returns or raises.
+
+    Args:
+        options: of the run.
+        secret: shared with a decode worker elsewhere; empty where there is none.
+        workspace: folder for what is made.
+        progress: told the name of each phase as it begins.
 
     Raises:
         CpkvError: it could not run.
@@ -50,18 +66,21 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
     num_pages = enough_pages(options, inputs) if options.num_pages is None else options.num_pages
     settings = options.settings(num_pages)
     _check_inputs(settings, inputs)
+    remote = find_decode_worker(options, secret)
     traced = Trace(
         folder=str(_new_folder(workspace / "trace")),
         want_logits=dump is not None,
-        want_choices=options.dtype == "float32" and inputs.model != "recall",
+        want_choices=options.dtype == "float32" and inputs.model != "recall" and remote is None,
     )
     trace = traced if traced.want_logits or traced.want_choices else None
-    decode_placement = PagePlacement(options.page_size, 1)
-    decode_pages = 1 + sum(
-        decode_placement.pages_for(len(request.token_ids) + request.max_new_tokens) for request in inputs.requests
-    )
     progress(f"starting {options.cp_size} prefill ranks and a decode worker ({options.transfer})")
-    with Cluster(settings, inputs.checkpoint, decode_pages=max(2, decode_pages), shuffle_seed=options.seed) as cluster:
+    with Cluster(
+        settings,
+        inputs.checkpoint,
+        decode_pages=enough_decode_pages(options, inputs),
+        shuffle_seed=options.seed,
+        remote_decode=remote,
+    ) as cluster:
         start_seconds = time.perf_counter() - started
 
         def run(shared: bool, name: str) -> GenerationResult:
@@ -88,6 +107,24 @@ def run_demo(options: DemoOptions, workspace: Path, progress: Progress) -> DemoR
         start_seconds=start_seconds,
         total_seconds=time.perf_counter() - started,
     )
+
+
+def find_decode_worker(options: DemoOptions, secret: str) -> RemoteDecode | None:
+    """The decode worker elsewhere that options name; None where this run starts its own.
+
+    Raises:
+        TransferError: the registry cannot be reached, or no decode worker is registered there.
+    """
+    if options.decode_at is not None:
+        return RemoteDecode(*parse_address(options.decode_at, "--decode-at"), secret)
+    if options.registry is None:
+        return None
+    with closing(RegistryClient(*parse_address(options.registry, "--registry"), secret=secret)) as client:
+        workers = client.wait_for("decode", 1, FIND_TIMEOUT_S)
+    taking = [worker for worker in workers if not worker.draining]
+    if not taking:
+        raise TransferError(f"every decode worker at the registry {options.registry} is draining; start another")
+    return RemoteDecode(taking[0].host, taking[0].port, secret)
 
 
 def _check_inputs(settings: EngineSettings, inputs: DemoInputs) -> None:

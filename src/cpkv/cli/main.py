@@ -1,6 +1,6 @@
 """The `cpkv` command: its subcommands, and how errors become exit statuses.
 
-0 done    1 the demo found a difference    2 a typed error, told in one line    3 an unexpected error
+0 done    1 the demo found a difference, or a check failed    2 a typed error, told in one line    3 an unexpected error
 130 interrupted
 """
 
@@ -15,8 +15,11 @@ from types import FrameType
 import typer
 
 from cpkv import __version__
+from cpkv.cli.check import check
+from cpkv.cli.decode import decode
 from cpkv.cli.demo import demo
 from cpkv.cli.plan import plan
+from cpkv.cli.registry import registry
 from cpkv.errors import CpkvError
 
 
@@ -44,6 +47,9 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     app.command()(demo)
     app.command()(plan)
+    app.command()(decode)
+    app.command()(check)
+    app.command()(registry)
     return app
 
 

@@ -5,7 +5,7 @@ view         current, mixed, full, blocked (shared pool); unified too where the 
              replicated (every rank holds every page)
 rows/keys    float64/float64  float32/float32  float32/fp8  bfloat16/bfloat16  bfloat16/fp8
              packed fp8 rows instead of those of float32 and bfloat16, with either kind of keys
-transfer     mooncake (ranks are processes), inprocess (ranks are threads)
+transfer     mooncake, tcp, shm, nixl (ranks are processes), inprocess (ranks are threads)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cpkv.errors import ConfigError
 
 MAX_CP_SIZE = 8
 MAX_PAGE_SIZE = 1024
-MOONCAKE_SHORTEST_TIMEOUT_S = 5
+SHORTEST_TRANSFER_TIMEOUT_S = 5
 ROW_FORMATS: tuple[tuple[WeightDtype, IndexDtype], ...] = (
     ("float64", "float64"),
     ("float32", "float32"),
@@ -50,7 +50,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         host: address on which workers listen and are reached.
         latent_norm_eps: eps of q_a_layernorm and kv_a_layernorm.
         debug: synchronising diagnostics (CPKV_DEBUG_SHARED_KV); slow.
-        transfer_timeout_s: how long the transfer of one request may take.
+        transfer_timeout_s: how long a transfer may stand still.
+        overlap: send the pages of finished chunks while the next one is computed.
+        verify_transfer: compare a digest of each page after its transfer.
+        lease_s: the decode worker takes a prefill that says nothing for so long for dead.
     """
 
     num_pages: int
@@ -71,6 +74,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     latent_norm_eps: float = 1e-6
     debug: bool = False
     transfer_timeout_s: float = 60.0
+    overlap: bool = True
+    verify_transfer: bool = False
+    lease_s: float = 15.0
 
     @property
     def stored_latent_dtype(self) -> LatentDtype:
@@ -101,10 +107,11 @@ def check_settings(settings: EngineSettings) -> None:
     """
     _between("cp_size", settings.cp_size, 1, MAX_CP_SIZE)
     _between("chunk_size", settings.chunk_size, 1, 1 << 20)
-    shortest = MOONCAKE_SHORTEST_TIMEOUT_S if settings.transfer == "mooncake" else 1
+    shortest = 1 if settings.transfer == "inprocess" else SHORTEST_TRANSFER_TIMEOUT_S
     _between("transfer_timeout_s", settings.transfer_timeout_s, shortest, 3600)
     _one_of("cp_strategy", settings.cp_strategy, ("zigzag", "interleave"))
-    _one_of("transfer", settings.transfer, ("mooncake", "inprocess"))
+    _between("lease_s", settings.lease_s, 1, 3600)
+    _one_of("transfer", settings.transfer, get_args(TransferName))
     if not 1 <= settings.page_size <= MAX_PAGE_SIZE:
         raise ConfigError(
             f"page_size is {settings.page_size}, which the {settings.transfer} back end does not take: one page is one "

@@ -10,35 +10,28 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
-
-from cpkv.comm.threads import ThreadGroup
 from cpkv.config.debug import DEBUG_VARIABLE
 from cpkv.config.settings import EngineSettings, check_decode_cp_size, check_settings
 from cpkv.engine.commands import (
     ClosePool,
-    Command,
     ConnectDecode,
     CountersAre,
     OpenPool,
     PoolOpened,
     ReadCounters,
-    RunBatch,
     StartDecode,
     StartRank,
 )
-from cpkv.engine.decode_worker import DecodeWorker
+from cpkv.engine.decode_connection import DecodeConnection
 from cpkv.engine.pool_description import describe_pool
-from cpkv.engine.rank_worker import RankWorker
-from cpkv.engine.worker import ProcessWorker, ThreadWorker, WorkerHandle
-from cpkv.engine.worker_loop import serve_commands
+from cpkv.engine.thread_workers import start_thread_workers
+from cpkv.engine.worker import ProcessWorker, WorkerHandle
 from cpkv.engine.worker_set import WorkerSet
 from cpkv.errors import ConfigError, ProtocolError, TransferError
 from cpkv.layout.capacity import allocatable_pages
@@ -51,18 +44,24 @@ from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
 from cpkv.pool.sealed_segment import why_not_unified
 from cpkv.protocol.messages import Hello, SenderDescription
-from cpkv.transfer.channel import Channel, listen
-from cpkv.transfer.decode_link import DecodeLink
-from cpkv.transfer.inprocess import InProcessBackend, InProcessFabric
-from cpkv.transfer.mooncake import MooncakeBackend
+from cpkv.protocol.sealing import check_secret
+from cpkv.transfer.backends import why_not
+from cpkv.transfer.channel import listen
 
 LOG = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 SCHEDULER_RANK = -1
-# Commands during which ranks wait for each other.
-JOINT = (RunBatch, OpenPool)
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class RemoteDecode:
+    """A decode worker that somebody else started, and the secret that it shares with its prefill groups."""
+
+    host: str
+    port: int
+    secret: str
 
 
 class Cluster:
@@ -75,6 +74,7 @@ class Cluster:
         decode_port: where the decode worker listens; 0 takes a free port.
         decode_cp_size: must be 1; anything else is refused by the worker.
         shuffle_seed: shuffles the decode worker's free pages; None leaves them in order.
+        remote_decode: a decode worker that runs elsewhere, in place of one that is started here.
 
     Raises:
         CpkvError: settings, checkpoint, back end or port do not work; nothing is left running.
@@ -89,30 +89,49 @@ class Cluster:
         decode_port: int = 0,
         decode_cp_size: int = 1,
         shuffle_seed: int | None = None,
+        remote_decode: RemoteDecode | None = None,
     ) -> None:
         check_settings(settings)
         self.settings = settings
         self.shared_placement = PagePlacement(settings.page_size, settings.cp_size)
         local_pages(settings.num_pages, self.shared_placement)
         check_decode_cp_size(decode_cp_size)
-        if decode_port:
+        if remote_decode is not None:
+            _check_remote(settings, remote_decode)
+        elif decode_port:
             listen(settings.host, decode_port).close()
         if settings.debug:
             LOG.warning("%s is on: synchronising diagnostics make every batch slow", DEBUG_VARIABLE)
         self.workers = WorkerSet()
         self._workspace = tempfile.TemporaryDirectory(prefix=f"cpkv-{os.getpid()}-")
         self.workspace = Path(self._workspace.name)
-        self._link: DecodeLink | None = None
-        self._secret = secrets.token_hex(16)
+        self._connection: DecodeConnection | None = None
+        self._remote_decode = remote_decode
+        self._secret = secrets.token_hex(16) if remote_decode is None else remote_decode.secret
+        self.decode_address = ("", 0) if remote_decode is None else (remote_decode.host, remote_decode.port)
+        self.instance = secrets.token_hex(8)
         self.decode_pages = decode_pages
-        self._groups: list[ThreadGroup] = []
         try:
             config = read_config(checkpoint)
             self.shape = ModelShape.from_config(config, settings.latent_norm_eps)
             self.geometry = self.shape.geometry(settings.page_size, settings.stored_latent_dtype, settings.index_dtype)
             prepared = self.workspace / "weights.safetensors"
             self._model = prepare_weights(checkpoint, prepared, torch_dtype(settings.dtype))
-            self._start(checkpoint, prepared, decode_pages, decode_port, decode_cp_size, shuffle_seed)
+            self._start(
+                checkpoint,
+                lambda weights, threads: StartDecode(
+                    settings=settings,
+                    checkpoint=str(checkpoint),
+                    prepared=weights,
+                    model=self._model,
+                    secret=self._secret,
+                    num_pages=decode_pages,
+                    port=decode_port,
+                    threads=threads,
+                    shuffle_seed=shuffle_seed,
+                    cp_size=decode_cp_size,
+                ),
+            )
         except BaseException:
             self.close()
             raise
@@ -127,35 +146,39 @@ class Cluster:
         """End all workers."""
         self.close()
 
-    def _start(
-        self,
-        checkpoint: Path,
-        prepared: Path,
-        decode_pages: int,
-        decode_port: int,
-        decode_cp_size: int,
-        shuffle_seed: int | None,
-    ) -> None:
+    def _start_processes(self) -> tuple[list[WorkerHandle], WorkerHandle | None]:
+        """Ranks, and the decode worker unless it runs elsewhere; each is watched from its first moment on."""
+        reason = why_not(self.settings.transfer)
+        if reason is not None:
+            raise TransferError(reason)
+        ranks: list[WorkerHandle] = []
+        for rank in range(self.settings.cp_size):
+            ranks.append(ProcessWorker(f"prefill rank {rank}", self.workspace))
+            self.workers.add(ranks[-1])
+        if self._remote_decode is not None:
+            return ranks, None
+        decode = ProcessWorker("decode worker", self.workspace)
+        self.workers.add(decode)
+        return ranks, decode
+
+    def _start_threads(self) -> tuple[list[WorkerHandle], WorkerHandle | None]:
+        started = start_thread_workers(self.settings.cp_size)
+        for worker in (*started.ranks, started.decode):
+            self.workers.add(worker)
+        return list(started.ranks), started.decode
+
+    def _start(self, checkpoint: Path, start_decode: Callable[[str, int], StartDecode]) -> None:
         settings = self.settings
         in_threads = settings.transfer == "inprocess"
-        if not in_threads:
-            reason = MooncakeBackend.why_not()
-            if reason is not None:
-                raise TransferError(reason)
-        self.ranks: list[WorkerHandle] = []
-        if in_threads:
-            self.decode = self._thread_workers()
-        else:
-            for rank in range(settings.cp_size):
-                self.ranks.append(self._watch(ProcessWorker(f"prefill rank {rank}", self.workspace)))
-            self.decode = self._watch(ProcessWorker("decode worker", self.workspace))
+        self.ranks, self._decode = self._start_threads() if in_threads else self._start_processes()
         threads = max(1, len(os.sched_getaffinity(0)) // settings.cp_size)
+        prepared = str(self.workspace / "weights.safetensors")
         starts: dict[WorkerHandle, Any] = {
             worker: StartRank(
                 rank=rank,
                 settings=settings,
                 checkpoint=str(checkpoint),
-                prepared=str(prepared),
+                prepared=prepared,
                 model=self._model,
                 secret=self._secret,
                 rendezvous=str(self.workspace / "rendezvous"),
@@ -163,22 +186,13 @@ class Cluster:
             )
             for rank, worker in enumerate(self.ranks)
         }
-        starts[self.decode] = StartDecode(
-            settings=settings,
-            checkpoint=str(checkpoint),
-            prepared=str(prepared),
-            model=self._model,
-            secret=self._secret,
-            num_pages=decode_pages,
-            port=decode_port,
-            threads=threads,
-            shuffle_seed=shuffle_seed,
-            cp_size=decode_cp_size,
-        )
+        if self._decode is not None:
+            starts[self._decode] = start_decode(prepared, threads)
         ready = self.workers.call(starts, START_TIMEOUT_S)
         check_equal_facts([ready[worker].facts for worker in self.ranks])
         self.unified_reason = self._why_not_unified([ready[worker].host for worker in self.ranks])
-        self.decode_port: int = ready[self.decode].port
+        if self._decode is not None:
+            self.decode_address = (settings.host, ready[self._decode].port)
 
     def _why_not_unified(self, hosts: Sequence[str]) -> str | None:
         """Why the ranks' pools are not one range of memory; None when they are.
@@ -197,6 +211,11 @@ class Cluster:
             raise ConfigError(f"--kv-view unified was given and the ranks cannot share memory: {reason}; use mixed")
         return reason
 
+    @property
+    def decode_runs_elsewhere(self) -> bool:
+        """Whether somebody else started the decode worker."""
+        return self._remote_decode is not None
+
     def planner(self, shared: bool) -> ViewPlanner:
         """Chooses the views of a pool."""
         settings = self.settings
@@ -211,40 +230,6 @@ class Cluster:
             return planner
         pages = allocatable_pages(local_pages(self.pool_pages(shared), placement), placement)
         return planner.with_scratch_for(min(pages * settings.page_size, self.shape.max_positions), settings.chunk_size)
-
-    def _watch(self, worker: WorkerHandle) -> WorkerHandle:
-        self.workers.add(worker)
-        return worker
-
-    def _thread_workers(self) -> WorkerHandle:
-        """Rank threads in `self.ranks`; returns the decode worker's."""
-        size = self.settings.cp_size
-        group, fabric = ThreadGroup(size), InProcessFabric()
-        self._groups.append(group)
-
-        def serve_rank(rank: int, channel: Channel) -> None:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-            serve_commands(
-                channel,
-                f"prefill rank {rank}",
-                lambda start: RankWorker(start, group.communicator(rank), lambda: InProcessBackend(fabric)),
-                on_failure=lambda command, cause: group.abort(rank, cause) if isinstance(command, JOINT) else None,
-            )
-
-        for rank in range(size):
-            self.ranks.append(self._watch(ThreadWorker(f"prefill rank {rank}", partial(serve_rank, rank), Command)))
-        return self._watch(
-            ThreadWorker(
-                "decode worker",
-                lambda channel: serve_commands(
-                    channel,
-                    "decode worker",
-                    lambda start: DecodeWorker(start, InProcessBackend(fabric)),
-                    on_failure=lambda command, cause: None,
-                ),
-                Command,
-            )
-        )
 
     def placement(self, shared: bool) -> PagePlacement:
         """Of the prefill pool: over the ranks, or every page on every rank."""
@@ -266,6 +251,9 @@ class Cluster:
                 "a shared pool was asked for, and enable_cp_shared_kv is off; turn it on in the settings, or ask for "
                 "the replicated pool"
             )
+        # Drawn for each pool, so that nothing that is late from another run is taken for this one's.
+        self.instance = secrets.token_hex(8)
+        self._disconnect()
         pages = local_pages(self.pool_pages(shared), self.placement(shared))
         command = OpenPool(
             shared=shared,
@@ -274,7 +262,8 @@ class Cluster:
             scratch_bytes=self.planner(shared).scratch_bytes,
         )
         opened: dict[WorkerHandle, PoolOpened] = self.call_ranks(command)
-        self.call_ranks(ConnectDecode(self.decode_port))
+        connection = self.decode_connection
+        self.call_ranks(ConnectDecode(*self.decode_address, connection.lease_s, self.instance))
         return next(iter(opened.values())).allocated_bytes
 
     def close_pool(self) -> None:
@@ -297,42 +286,60 @@ class Cluster:
             WorkerDiedError: a worker has ended.
             CpkvError: what it reported.
         """
-        doing = type(question).__name__
-        try:
-            if self._link is None or self._link.closed:
-                sender = SenderDescription(
-                    rank=SCHEDULER_RANK, cp_size=self.settings.cp_size, strategy=self.settings.cp_strategy
-                )
-                pool = describe_pool(self._model, self.shape, self.geometry, self.settings)
-                self._link = DecodeLink(
-                    self.settings.host,
-                    self.decode_port,
-                    Hello(self._secret, pool, sender),
-                    timeout_s=self.settings.transfer_timeout_s,
-                    watch=lambda: self.workers.check_alive("a question to the decode worker"),
-                )
-            reply = self._link.ask(question, answer)
-        except TransferError:
-            if self._link is None or self._link.closed:
-                self.workers.check_alive_soon(doing)
-            raise
-        self.workers.check_alive(doing)
+        reply = self.decode_connection.ask(question)
+        assert isinstance(reply, answer)
         return reply
+
+    @property
+    def decode_connection(self) -> DecodeConnection:
+        """Of the scheduler, to the decode worker."""
+        if self._connection is None:
+            settings = self.settings
+            sender = SenderDescription(
+                rank=SCHEDULER_RANK, cp_size=settings.cp_size, strategy=settings.cp_strategy, instance=self.instance
+            )
+            self._connection = DecodeConnection(
+                *self.decode_address,
+                Hello(describe_pool(self._model, self.shape, self.geometry, settings), sender),
+                secret=self._secret,
+                timeout_s=settings.transfer_timeout_s,
+                workers=self.workers,
+            )
+        return self._connection
 
     def command_decode(self, command: Any, answer: type[Answer]) -> Answer:
         """Ask the decode worker what only whoever started it may ask."""
-        reply = self.workers.call({self.decode: command})[self.decode]
+        if self._decode is None:
+            raise ConfigError(f"the decode worker runs elsewhere and takes no {type(command).__name__} from here")
+        reply = self.workers.call({self._decode: command})[self._decode]
         if not isinstance(reply, answer):
             raise ProtocolError(f"the decode worker answered {type(reply).__name__} to {type(command).__name__}")
         return reply
 
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
     def close(self) -> None:
         """End every worker and remove the workspace; calling it twice is harmless."""
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._disconnect()
         self.workers.close()
         self._workspace.cleanup()
+
+
+def _check_remote(settings: EngineSettings, remote: RemoteDecode) -> None:
+    """Refuse what a decode worker elsewhere cannot do.
+
+    Raises:
+        ConfigError: ranks that are threads, or no secret although it is not on this host.
+    """
+    if settings.transfer == "inprocess":
+        raise ConfigError(
+            "--transfer inprocess moves pages between threads of one process, and the decode worker runs elsewhere; "
+            "give --transfer mooncake or tcp"
+        )
+    check_secret(remote.host, remote.secret)
 
 
 def check_equal_facts(facts: Sequence[dict[str, str]]) -> None:

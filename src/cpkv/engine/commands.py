@@ -6,7 +6,7 @@ import msgspec
 
 from cpkv.config.settings import EngineSettings
 from cpkv.layout.plan import BatchSpec
-from cpkv.protocol.messages import Done, Failed
+from cpkv.protocol.messages import Done, Failed, TransferTarget
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -89,9 +89,19 @@ class ClosePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectDecode(msgspec.Struct, frozen=True, tag=True):
-    """Shake hands with the decode worker."""
+    """Be ready to send pages of the open pool to the decode worker.
 
+    Attributes:
+        host: where it listens.
+        port: its port.
+        lease_s: it takes a prefill that says nothing for so long for dead.
+        instance: the life of the scheduler that attempts are counted in.
+    """
+
+    host: str
     port: int
+    lease_s: float
+    instance: str
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -129,29 +139,60 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendPages(msgspec.Struct, frozen=True, tag=True):
-    """Send what this rank owns of a request; all ranks get the same lists, by logical page position."""
+    """Begin to send pages of a request that this rank holds; what comes of it is told by `NewsAre`.
+
+    Attributes:
+        positions: logical page positions.
+        pages: the prefill's page of each.
+        target_pages: the decode side's page of each.
+        targets: memory by decode owner.
+    """
 
     request_id: str
     attempt: int
+    positions: tuple[int, ...]
     pages: tuple[int, ...]
     target_pages: tuple[int, ...]
+    targets: tuple[TransferTarget, ...]
 
 
-class PagesReport(msgspec.Struct, frozen=True, tag=True):
-    """What a rank sent."""
+class StopPages(msgspec.Struct, frozen=True, tag=True):
+    """Submit no more pages of an attempt."""
 
-    pages: int
-    num_bytes: int
-
-
-class DrainTransfers(msgspec.Struct, frozen=True, tag=True):
-    """Wait, within bounds, until no write can read this rank's pool any more."""
+    request_id: str
+    attempt: int
 
 
-class TransfersDrained(msgspec.Struct, frozen=True, tag=True):
-    """Whether that is so."""
+class ReadNews(msgspec.Struct, frozen=True, tag=True):
+    """Tell what became of pages, waiting up to `wait_s` seconds for the first piece."""
 
-    drained: bool
+    wait_s: float
+
+
+class PagesNews(msgspec.Struct, frozen=True, tag=True):
+    """One piece of news of an attempt.
+
+    Attributes:
+        positions: of pages that have arrived; no write of them is under way.
+        num_bytes: of those.
+        failed: why the attempt cannot go on.
+        drained: no page of it is read any more, and none will be.
+        writes_may_land: with `drained`: a write failed, and may still land at the decode side.
+    """
+
+    request_id: str
+    attempt: int
+    positions: tuple[int, ...] = ()
+    num_bytes: int = 0
+    failed: Failed | None = None
+    drained: bool = False
+    writes_may_land: bool = False
+
+
+class NewsAre(msgspec.Struct, frozen=True, tag=True):
+    """News of a rank, in order."""
+
+    news: tuple[PagesNews, ...]
 
 
 class PoisonPages(msgspec.Struct, frozen=True, tag=True):
@@ -162,18 +203,6 @@ class PoisonPages(msgspec.Struct, frozen=True, tag=True):
 
 class ReadCounters(msgspec.Struct, frozen=True, tag=True):
     """Ask for the view counters since the pool was opened."""
-
-
-class RowDigest(msgspec.Struct, frozen=True, tag=True):
-    """Ask the decode worker for a digest of a request's stored rows, prompt and decoded, in position order."""
-
-    request_id: str
-
-
-class RowDigestIs(msgspec.Struct, frozen=True, tag=True):
-    """SHA-256 over the rows that hold tokens."""
-
-    digest: str
 
 
 class DumpPool(msgspec.Struct, frozen=True, tag=True):
@@ -200,14 +229,12 @@ Command = (
     | ConnectDecode
     | RunBatch
     | SendPages
-    | DrainTransfers
+    | StopPages
+    | ReadNews
     | PoisonPages
     | ReadCounters
-    | RowDigest
     | DumpPool
     | TraceDecode
     | StopWorker
 )
-Reply = (
-    WorkerReady | PoolOpened | BatchDone | PagesReport | TransfersDrained | CountersAre | RowDigestIs | Done | Failed
-)
+Reply = WorkerReady | PoolOpened | BatchDone | NewsAre | CountersAre | Done | Failed

@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 
 from cpkv.engine.cluster import Cluster
-from cpkv.engine.commands import CountersAre, DumpPool, RowDigest, RowDigestIs, Trace, TraceDecode
-from cpkv.engine.prefill import PrefillReport, PrefillScheduler
+from cpkv.engine.commands import CountersAre, DumpPool, Trace, TraceDecode
+from cpkv.engine.prefill import PrefillScheduler
+from cpkv.engine.prefill_report import PrefillReport
 from cpkv.engine.request import Request
 from cpkv.engine.tensors import bytes_tensor, tensor_bytes
 from cpkv.errors import CapacityError, WorkerDiedError
 from cpkv.model.norms import compute_dtype_of
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.protocol.messages import DecodedTokens, DecodeStep, Done, ReleaseRequest
+from cpkv.protocol.messages import DecodedTokens, DecodeStep, Done, ReleaseRequest, RowDigest, RowDigestIs
 
 
 @dataclass
@@ -86,13 +87,14 @@ def generate(
         progress("prefill and transfer")
         kv_bytes, report, counters = _prefill(cluster, requests, shared, trace, handed_over)
         progress("decode")
-        cluster.command_decode(TraceDecode(trace.folder if trace is not None and trace.want_choices else ""), Done)
+        if not cluster.decode_runs_elsewhere:
+            cluster.command_decode(TraceDecode(trace.folder if trace is not None and trace.want_choices else ""), Done)
         started = time.perf_counter()
         tokens = {name: [token] for name, token in report.first_tokens.items()}
         logits = {name: [values] for name, values in report.last_logits.items()}
         _decode(cluster, requests, tokens, logits)
         decode_seconds = time.perf_counter() - started
-        digests = {name: cluster.command_decode(RowDigest(name), RowDigestIs).digest for name in handed_over}
+        digests = {name: cluster.ask_decode(RowDigest(name), RowDigestIs).digest for name in handed_over}
         if dump_pool is not None:
             cluster.command_decode(DumpPool(str(dump_pool)), Done)
     finally:
@@ -128,11 +130,15 @@ def _unless_workers_died() -> Iterator[None]:
 
 
 def check_decode_pages(requests: Sequence[Request], cluster: Cluster) -> None:
-    """Refuse requests that the decode worker could not hold together, before their prompts are computed.
+    """Refuse requests that our decode worker could not hold together, before their prompts are computed.
+
+    One that runs elsewhere is shared with others: it says so itself, and a request waits until others have ended.
 
     Raises:
         CapacityError: with the number of pages that would do.
     """
+    if cluster.decode_runs_elsewhere:
+        return
     page_size = cluster.settings.page_size
     needed = sum(-(-(len(request.token_ids) + request.max_new_tokens) // page_size) for request in requests)
     if needed > cluster.decode_pages - 1:

@@ -1,35 +1,40 @@
 """The prefill scheduler: admits requests, cuts batches, runs them on every rank, hands the pages to the decode worker.
 
-waiting -> admitted (pages of the whole prompt) -> batches -> last logits -> first token -> transfer -> pages free
+waiting -> admitted (pages of the whole prompt, announced) -> batches -> last logits -> first token -> pages free
+                                                                `-> whole pages of finished chunks leave meanwhile
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from cpkv.cache.allocator import PageAllocator
 from cpkv.engine.cluster import Cluster
-from cpkv.engine.commands import BatchDone, DrainTransfers, PagesReport, PoisonPages, RunBatch, SendPages, Trace
+from cpkv.engine.cluster_ranks import ClusterRanks
+from cpkv.engine.commands import BatchDone, PoisonPages, RunBatch, Trace
+from cpkv.engine.prefill_report import BatchReport, PrefillReport
 from cpkv.engine.request import Request, check_request
 from cpkv.engine.sampling import sample_token
 from cpkv.engine.tensors import bytes_tensor
-from cpkv.errors import CapacityError, CpkvError, PromptError, ProtocolError, WorkerDiedError
+from cpkv.errors import CapacityError, CpkvError, PromptError, TransferError
 from cpkv.layout.plan import BatchSpec, Segment
 from cpkv.layout.planner import ViewChoice
 from cpkv.layout.schedule import Piece, next_batch
 from cpkv.layout.transfer_map import sender_of_positions
 from cpkv.model.norms import compute_dtype_of
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.protocol.messages import AbortTransfer, Done, FinishTransfer, OpenTransfer, TransferComplete, TransferOpened
+from cpkv.protocol.messages import OpenTransfer
+from cpkv.protocol.sender import TransferSender
+from cpkv.transfer.handover import Handover
 
 LOG = logging.getLogger(__name__)
+NEWS_WAIT_S = 0.02
 
 
 @dataclass
@@ -45,56 +50,6 @@ class Admitted:
     def total_tokens(self) -> int:
         """Prompt tokens."""
         return len(self.request.token_ids)
-
-
-@dataclass(frozen=True)
-class BatchReport:
-    """What one batch cost.
-
-    Attributes:
-        view: which view it used.
-        reason: why that one.
-        tokens: computed, over all requests.
-        planned_bytes: that the planner expected page gathers to bring to a rank.
-        moved_bytes: that they brought to the rank that got most.
-        scratch_bytes: that the rank which held most held beside its pool.
-        seconds: of the slowest rank.
-        slowest_rank: which one that was.
-    """
-
-    view: str
-    reason: str
-    tokens: int
-    planned_bytes: int
-    moved_bytes: int
-    scratch_bytes: int
-    seconds: float
-    slowest_rank: int
-
-
-@dataclass
-class PrefillReport:
-    """What a prefill run did.
-
-    Attributes:
-        last_logits: request -> logits [vocab_size] of its last prompt token.
-        first_tokens: request -> the token sampled from them.
-        failures: request -> why its transfer failed; other requests went on.
-        sent_pages: pages sent by rank.
-        sent_bytes: bytes sent by rank.
-        batches: what each batch cost, in order.
-        compute_seconds: spent in batches.
-        transfer_seconds: spent in transfers.
-    """
-
-    last_logits: dict[str, torch.Tensor] = field(default_factory=dict)
-    first_tokens: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, CpkvError] = field(default_factory=dict)
-    sent_pages: list[int] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
-    batches: list[BatchReport] = field(default_factory=list)
-    compute_seconds: float = 0.0
-    transfer_seconds: float = 0.0
 
 
 class PrefillScheduler:
@@ -114,12 +69,26 @@ class PrefillScheduler:
         self._planner = cluster.planner(shared)
         self._batches = 0
         self._last_choice = ("", "")
-        self._undrained: list[str] = []
+        self._waiting: deque[Request] = deque()
+        self._admitted: list[Admitted] = []
+        self._sampled: dict[str, int] = {}
+        self._quarantined: set[str] = set()
+        self._report = PrefillReport()
+        settings = cluster.settings
+        self._handover = Handover(
+            TransferSender(wait_s=settings.transfer_timeout_s, progress_s=settings.transfer_timeout_s),
+            cluster.decode_connection,
+            ClusterRanks(cluster, self.allocator.pages_of),
+            on_end=self._on_end,
+            on_free=self._on_free,
+            on_quarantine=self._on_quarantine,
+        )
 
     def run(self, requests: Sequence[Request]) -> PrefillReport:
-        """Prefill requests and hand each to the decode worker, in order of arrival.
+        """Prefill requests and hand each to the decode worker.
 
-        A request whose transfer fails is reported in `failures`; its pages are freed once nothing can read them.
+        Pages of finished chunks leave while the next is computed. A request whose transfer fails is reported in
+        `failures`; its pages are freed once nothing can read them.
 
         Raises:
             PromptError: a request cannot be served; nothing was started.
@@ -130,45 +99,75 @@ class PrefillScheduler:
             check_request(request, self._cluster.shape, self._cluster.settings)
         if len({request.request_id for request in requests}) != len(requests):
             raise PromptError("two requests have one id; give each its own")
-        ranks = len(self._cluster.ranks)
-        report = PrefillReport(sent_pages=[0] * ranks, sent_bytes=[0] * ranks)
-        self._release_drained()
-        waiting, admitted = deque(requests), list[Admitted]()
-        while waiting or admitted:
-            self._admit(waiting, admitted, report)
-            if not admitted:
-                break
-            started = time.perf_counter()
-            self._run_batch(admitted, report)
-            report.compute_seconds += time.perf_counter() - started
-            for entry in [entry for entry in admitted if entry.done_tokens == entry.total_tokens]:
-                admitted.remove(entry)
-                started = time.perf_counter()
-                self._hand_over(entry, report)
-                report.transfer_seconds += time.perf_counter() - started
+        self._report = PrefillReport()
+        self._waiting.extend(requests)
+        try:
+            self._run()
+        except BaseException as error:
+            cause = error if isinstance(error, CpkvError) else TransferError("the prefill was interrupted")
+            self._handover.abandon(cause, len(self._cluster.ranks))
+            raise
         self.allocator.check()
-        return report
+        ranks = range(len(self._cluster.ranks))
+        self._report.sent_pages = [self._handover.pages_of_rank.get(rank, 0) for rank in ranks]
+        self._report.sent_bytes = [self._handover.bytes_of_rank.get(rank, 0) for rank in ranks]
+        return self._report
 
-    def _admit(self, waiting: deque[Request], admitted: list[Admitted], report: PrefillReport) -> None:
-        while waiting:
-            request = waiting[0]
+    def _run(self) -> None:
+        """Batches and transfers until every request has ended."""
+        while self._waiting or self._admitted or self._handover.open_requests:
+            self._admit()
+            started = time.perf_counter()
+            if self._admitted:
+                self._run_batch(self._admitted, self._report)
+                self._report.compute_seconds += time.perf_counter() - started
+                self._announce_progress()
+                self._handover.pump()
+            else:
+                self._handover.pump(NEWS_WAIT_S)
+                self._report.transfer_seconds += time.perf_counter() - started
+        self._settle()
+
+    def _admit(self) -> None:
+        """Give pages to as many waiting requests as there are pages for, and announce them."""
+        while self._waiting:
+            request = self._waiting[0]
             try:
                 pages = self.allocator.allocate(request.request_id, self._placement.pages_for(len(request.token_ids)))
             except CapacityError:
-                if not admitted:
+                if not (self._admitted or self._handover.open_requests or self._handover.closing_requests):
                     raise
                 return
-            waiting.popleft()
+            self._waiting.popleft()
             entry = Admitted(request, pages)
             try:
                 chunk = self._cluster.settings.chunk_size
                 self._planner.check_request(request.request_id, entry.total_tokens, pages, chunk)
             except CapacityError as error:
-                report.failures[request.request_id] = error
+                self._report.failures[request.request_id] = error
                 LOG.warning("request %s is refused: %s", request.request_id, error)
                 self.allocator.free(request.request_id)
                 continue
-            admitted.append(entry)
+            self._admitted.append(entry)
+            senders = sender_of_positions(pages, self._placement, len(self._cluster.ranks))
+            self._handover.begin(
+                OpenTransfer(
+                    request.request_id, 0, entry.total_tokens, request.max_new_tokens, senders, request.sampling
+                )
+            )
+
+    def _announce_progress(self) -> None:
+        """Every rank has completed the batch, so that its whole pages may leave; the tail page goes with the last."""
+        for entry in list(self._admitted):
+            name = entry.request.request_id
+            if entry.done_tokens == entry.total_tokens:
+                assert entry.last_logits is not None
+                self._admitted.remove(entry)
+                self._report.last_logits[name] = entry.last_logits
+                self._sampled[name] = sample_token(entry.last_logits, entry.request.sampling, 0)
+                self._handover.sampled(name, self._sampled[name])
+            elif self._cluster.settings.overlap:
+                self._handover.computed(name, entry.done_tokens // self._cluster.settings.page_size)
 
     def _run_batch(self, admitted: list[Admitted], report: PrefillReport) -> None:
         settings = self._cluster.settings
@@ -232,81 +231,33 @@ class PrefillScheduler:
             batch.slowest_rank,
         )
 
-    def _hand_over(self, entry: Admitted, report: PrefillReport) -> None:
-        """Sample the first token, send the pages, free them."""
-        request = entry.request
-        assert entry.last_logits is not None
-        first_token = sample_token(entry.last_logits, request.sampling, 0)
-        report.last_logits[request.request_id] = entry.last_logits
-        # Drawn, not counted, so that no late message of another run or scheduler is taken for one of this attempt.
-        attempt = secrets.randbits(63)
-        try:
-            opened = self._open_transfer(entry, attempt)
-        except WorkerDiedError:
-            raise
-        except CpkvError as error:
-            report.failures[request.request_id] = error
-            LOG.warning("request %s: the decode worker did not take it: %s", request.request_id, error)
-            self._poison(self.allocator.free(request.request_id))
-            return
-        try:
-            self._send(entry, opened, first_token, report)
-        except WorkerDiedError:
-            raise
-        except CpkvError as error:
-            report.failures[request.request_id] = error
-            LOG.warning("request %s: its transfer failed: %s", request.request_id, error)
-            self._clean_up(request.request_id, attempt, str(error))
-            return
-        report.first_tokens[request.request_id] = first_token
-        self._poison(self.allocator.free(request.request_id))
+    def _settle(self) -> None:
+        """Wait, within bounds, until the pages of failed transfers are free."""
+        deadline = time.monotonic() + self._cluster.settings.transfer_timeout_s
+        while self._handover.closing_requests and time.monotonic() < deadline:
+            self._handover.pump(NEWS_WAIT_S)
+        for name in self._handover.closing_requests:
+            LOG.warning("request %s: its pages stay in quarantine, a write may still read them", name)
 
-    def _open_transfer(self, entry: Admitted, attempt: int) -> TransferOpened:
-        request = entry.request
-        opened = self._cluster.ask_decode(
-            OpenTransfer(
-                request_id=request.request_id,
-                attempt=attempt,
-                prompt_tokens=entry.total_tokens,
-                max_new_tokens=request.max_new_tokens,
-                senders=sender_of_positions(entry.pages, self._placement, len(self._cluster.ranks)),
-                sampling=request.sampling,
-            ),
-            TransferOpened,
-        )
-        if (opened.request_id, opened.attempt) != (request.request_id, attempt):
-            raise ProtocolError(f"request {request.request_id}: the decode worker opened {opened.request_id} instead")
-        return opened
+    def _on_end(self, request_id: str, error: CpkvError | None) -> None:
+        first_token = self._sampled.pop(request_id, None)
+        self._admitted[:] = [entry for entry in self._admitted if entry.request.request_id != request_id]
+        if error is not None:
+            self._report.failures[request_id] = error
+            LOG.warning("request %s: its transfer failed: %s", request_id, error)
+        elif first_token is not None:
+            self._report.first_tokens[request_id] = first_token
 
-    def _send(self, entry: Admitted, opened: TransferOpened, first_token: int, report: PrefillReport) -> None:
-        name, attempt = opened.request_id, opened.attempt
-        replies = self._cluster.call_ranks(SendPages(name, attempt, entry.pages, opened.pages))
-        for rank, worker in enumerate(self._cluster.ranks):
-            sent: PagesReport = replies[worker]
-            report.sent_pages[rank] += sent.pages
-            report.sent_bytes[rank] += sent.num_bytes
-        self._cluster.ask_decode(FinishTransfer(name, attempt, first_token), TransferComplete)
-
-    def _clean_up(self, request_id: str, attempt: int, cause: str) -> None:
-        """After a failed transfer: the decode worker quarantines its pages, ours wait until no write reads them."""
+    def _on_quarantine(self, request_id: str) -> None:
+        self._quarantined.add(request_id)
         self.allocator.quarantine(request_id)
-        try:
-            self._cluster.ask_decode(AbortTransfer(request_id, attempt, cause, writes_may_land=True), Done)
-        except WorkerDiedError:
-            raise
-        except CpkvError as error:
-            LOG.warning("request %s: the decode worker did not take the abort: %s", request_id, error)
-        self._undrained.append(request_id)
-        self._release_drained()
-        if self._undrained:
-            LOG.warning("request %s: its pages stay in quarantine, a write may still read them", request_id)
 
-    def _release_drained(self) -> None:
-        """Free the pages of failed transfers once no write can read them any more."""
-        if self._undrained and all(reply.drained for reply in self._cluster.call_ranks(DrainTransfers()).values()):
-            for request_id in self._undrained:
-                self._poison(self.allocator.release_quarantine(request_id))
-            self._undrained.clear()
+    def _on_free(self, request_id: str) -> None:
+        if request_id in self._quarantined:
+            self._quarantined.remove(request_id)
+            self._poison(self.allocator.release_quarantine(request_id))
+        else:
+            self._poison(self.allocator.free(request_id))
 
     def _poison(self, pages: tuple[int, ...]) -> None:
         if self._cluster.settings.debug:

@@ -19,27 +19,26 @@ from cpkv.engine.commands import (
     ClosePool,
     ConnectDecode,
     CountersAre,
-    DrainTransfers,
     OpenPool,
-    PagesReport,
     PoisonPages,
     PoolOpened,
     ReadCounters,
+    ReadNews,
     RunBatch,
     SendPages,
     StartRank,
+    StopPages,
     Trace,
-    TransfersDrained,
     WorkerReady,
 )
 from cpkv.engine.diagnostics import Diagnostics
 from cpkv.engine.forward import BatchTrace, ForwardPass
 from cpkv.engine.pool_description import describe_pool
+from cpkv.engine.rank_transfers import RankTransfers
 from cpkv.engine.tensors import tensor_bytes
 from cpkv.errors import PlanError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan
-from cpkv.layout.transfer_map import page_moves
 from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.checkpoint import read_config
 from cpkv.model.dsa_model import DsaModel
@@ -48,8 +47,6 @@ from cpkv.pool.sealed_segment import host_identity
 from cpkv.pool.unified_pool import UnifiedPool
 from cpkv.protocol.messages import Done, Hello, SenderDescription
 from cpkv.transfer.backend import TransferBackend
-from cpkv.transfer.decode_link import DecodeLink
-from cpkv.transfer.page_sender import PageSender
 from cpkv.views.counters import ViewCounters
 from cpkv.views.scratch import Scratch
 
@@ -70,7 +67,6 @@ class RankWorker:
         self._settings = start.settings
         self._rank = start.rank
         self._comm = comm
-        self._make_backend = make_backend
         config = read_config(Path(start.checkpoint))
         self._model = DsaModel.load(config, Path(start.prepared), start.settings.latent_norm_eps)
         settings = start.settings
@@ -82,9 +78,13 @@ class RankWorker:
         self._pool: PagePool | None = None
         self._forward: ForwardPass | None = None
         self._diagnostics: Diagnostics | None = None
-        self._backend: TransferBackend | None = None
-        self._link: DecodeLink | None = None
-        self._sender: PageSender | None = None
+        self._transfers = RankTransfers(
+            start.rank,
+            make_backend,
+            secret=start.secret,
+            timeout_s=settings.transfer_timeout_s,
+            digest_pages=settings.verify_transfer or settings.debug,
+        )
 
     def ready(self) -> WorkerReady:
         """What every rank must agree on."""
@@ -107,8 +107,9 @@ class RankWorker:
             ClosePool: self._close_pool,
             ConnectDecode: self._connect_decode,
             RunBatch: self._run_batch,
-            SendPages: self._send_pages,
-            DrainTransfers: self._drain_transfers,
+            SendPages: self._transfers.send,
+            StopPages: self._transfers.stop,
+            ReadNews: self._transfers.news,
             PoisonPages: self._poison_pages,
             ReadCounters: self._read_counters,
         }
@@ -152,29 +153,21 @@ class RankWorker:
         )
 
     def _close_pool(self, command: ClosePool) -> Done:
-        if self._sender is not None:
-            if not self._sender.close():
-                self._backend = None
-            self._sender = None
+        self._transfers.disconnect()
         self._pool = self._forward = self._diagnostics = None
         return Done()
 
     def _connect_decode(self, command: ConnectDecode) -> Done:
-        pool = self._open(self._pool)
-        if self._backend is None:
-            self._backend = self._make_backend()
-        if self._link is None or self._link.closed:
-            description = describe_pool(self._start.model, self._model.shape, self._geometry, self._settings)
-            sender = SenderDescription(
-                rank=self._rank, cp_size=self._settings.cp_size, strategy=self._settings.cp_strategy
-            )
-            self._link = DecodeLink(
-                self._settings.host,
-                command.port,
-                Hello(self._start.secret, description, sender),
-                timeout_s=self._settings.transfer_timeout_s,
-            )
-        self._sender = PageSender(self._rank, self._backend, pool, self._link, digest_pages=self._settings.debug)
+        hello = Hello(
+            describe_pool(self._start.model, self._model.shape, self._geometry, self._settings),
+            SenderDescription(
+                rank=self._rank,
+                cp_size=self._settings.cp_size,
+                strategy=self._settings.cp_strategy,
+                instance=command.instance,
+            ),
+        )
+        self._transfers.connect(command, hello, self._open(self._pool), self._placement)
         return Done()
 
     def _run_batch(self, command: RunBatch) -> BatchDone:
@@ -202,17 +195,6 @@ class RankWorker:
         names = msgspec.json.encode([segment.request_id for segment in plan.spec.segments]).decode()
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"requests": names})
 
-    def _send_pages(self, command: SendPages) -> PagesReport:
-        cp_size = self._settings.cp_size
-        moves = page_moves(command.pages, command.target_pages, self._placement, cp_size, self._rank)
-        report = self._open(self._sender).send(
-            command.request_id, command.attempt, moves, timeout_s=self._settings.transfer_timeout_s
-        )
-        return PagesReport(report.pages, report.num_bytes)
-
-    def _drain_transfers(self, command: DrainTransfers) -> TransfersDrained:
-        return TransfersDrained(self._sender is None or self._sender.drain(self._settings.transfer_timeout_s))
-
     def _poison_pages(self, command: PoisonPages) -> Done:
         shared = self._placement.cp_size > 1
         own = [
@@ -235,12 +217,9 @@ class RankWorker:
 
     def close(self) -> None:
         """Release everything; calling it twice is harmless."""
-        if self._link is not None:
-            self._link.close()
-        if self._backend is not None:
-            self._backend.close()
+        self._transfers.close()
         # Shared memory stays mapped as long as anything holds a pool.
-        self._sender = self._pool = self._forward = self._diagnostics = None
+        self._pool = self._forward = self._diagnostics = None
         self._comm.close()
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cpkv.engine.commands import Reply, StopWorker
 from cpkv.errors import CpkvError
@@ -67,9 +68,13 @@ class ProcessWorker(WorkerHandle):
     Args:
         name: for errors and its log file.
         workspace: folder for the log file.
+        module: the program.
+        receives: what it replies.
     """
 
-    def __init__(self, name: str, workspace: Path) -> None:
+    def __init__(
+        self, name: str, workspace: Path, *, module: str = "cpkv.engine.worker_main", receives: Any = Reply
+    ) -> None:
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         self._log = workspace / f"{name.replace(' ', '-')}.log"
@@ -77,7 +82,7 @@ class ProcessWorker(WorkerHandle):
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "cpkv.engine.worker_main", "--name", name),
+                        *(sys.executable, "-m", module, "--name", name),
                         *("--socket", str(theirs.fileno()), "--lifeline", str(lifeline_read)),
                     ],
                     pass_fds=(theirs.fileno(), lifeline_read),
@@ -89,7 +94,7 @@ class ProcessWorker(WorkerHandle):
         finally:
             theirs.close()
             os.close(lifeline_read)
-        super().__init__(name, Channel(ours, Reply, name))
+        super().__init__(name, Channel(ours, receives, name))
 
     @property
     def pid(self) -> int:
@@ -106,6 +111,15 @@ class ProcessWorker(WorkerHandle):
             how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
         tail = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_TAIL_CHARS:]
         return f"{self.name} {how}" + (f"; it printed last: {tail}" if tail and status > 0 else "")
+
+    @property
+    def log(self) -> Path:
+        """The file with what it prints."""
+        return self._log
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
+        self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the end of the process."""

@@ -23,8 +23,9 @@ from cpkv.engine.decode_worker import DecodeWorker
 from cpkv.engine.rank_worker import RankWorker
 from cpkv.engine.worker_loop import Worker, serve_commands
 from cpkv.errors import ProtocolError
+from cpkv.transfer.backend import TransferBackend
+from cpkv.transfer.backends import open_backend
 from cpkv.transfer.channel import Channel
-from cpkv.transfer.mooncake import MooncakeBackend
 
 
 def end_with_scheduler(lifeline: int) -> None:
@@ -33,9 +34,9 @@ def end_with_scheduler(lifeline: int) -> None:
     os._exit(3)
 
 
-def make_backend(settings: EngineSettings) -> MooncakeBackend:
-    """The transfer engine of this process."""
-    return MooncakeBackend(settings.host, transfer_timeout_s=settings.transfer_timeout_s)
+def make_backend(settings: EngineSettings, secret: str) -> TransferBackend:
+    """A transfer engine of this process."""
+    return open_backend(settings.transfer, settings.host, secret=secret, transfer_timeout_s=settings.transfer_timeout_s)
 
 
 def make_worker(command: object) -> Worker:
@@ -48,10 +49,10 @@ def make_worker(command: object) -> Worker:
             if cp_size == 1
             else GlooCommunicator.join(command.rank, cp_size, Path(command.rendezvous))
         )
-        return RankWorker(command, comm, lambda: make_backend(command.settings))
+        return RankWorker(command, comm, lambda: make_backend(command.settings, command.secret))
     if isinstance(command, StartDecode):
         torch.set_num_threads(command.threads)
-        return DecodeWorker(command, make_backend(command.settings))
+        return DecodeWorker(command, lambda: make_backend(command.settings, command.secret))
     raise ProtocolError(f"the first command is {type(command).__name__}; it must start a rank or a decode worker")
 
 

@@ -20,13 +20,18 @@ def failure_of(error: BaseException, where: str) -> Failed:
     return Failed("CpkvError", f"{type(error).__name__}: {error} (in {places or 'unknown place'})", where)
 
 
+def error_of(failure: Failed) -> errors.CpkvError:
+    """What another worker reported as an error, of the class that it named; TransferError if that is none of ours."""
+    kind = getattr(errors, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.CpkvError)):
+        kind = errors.TransferError
+    return kind(f"{failure.where}: {failure.message}")
+
+
 def raise_failure(failure: Failed) -> NoReturn:
     """Raise what another worker reported, as its own type.
 
     Raises:
-        CpkvError: always; the class that the peer named, or TransferError for a name that is none of ours.
+        CpkvError: always; see `error_of`.
     """
-    kind = getattr(errors, failure.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, errors.CpkvError)):
-        kind = errors.TransferError
-    raise kind(f"{failure.where}: {failure.message}")
+    raise error_of(failure)

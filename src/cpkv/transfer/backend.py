@@ -6,9 +6,15 @@ A back end writes runs of bytes from registered memory here into registered memo
     poll / wait(id) -> status     settles what the engine has finished, then refills: at most `cap` writes per peer
     drain(seconds) -> bool        nothing of ours is read any more
 
+A run longer than the back end's `max_bytes_per_write` is cut, and short runs travel together where it takes several.
+
 "failed" is only said once no write of the transfer is in flight as far as the engine knows. That is no fence at the
 peer: a write that was reported as failed can still land there later, so whoever owns the target keeps it out of use.
 The source must stay as it is until its transfer is "done" or "failed".
+
+An engine that is wedged, one whose transfers stay pending or fail whatever the peer does, is rebuilt by its owner:
+close() it, make another with `cpkv.transfer.backends.open_backend`, register the same regions, and tell the peers the
+new session id in a new handshake. The memory stays where it is, that of `allocate_target` too.
 
 This module imports neither torch nor a vendor package.
 """
@@ -16,6 +22,7 @@ This module imports neither torch nor a vendor package.
 from __future__ import annotations
 
 import abc
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -56,13 +63,26 @@ class _Transfer:
     in_flight: int = 0
     cause: str = ""
 
+    def take_write(self, max_runs: int, max_bytes: int) -> list[Run]:
+        """Take what the next write carries off the queue: one run, a part of one, or several short ones."""
+        source, target, length = first = self.runs.popleft()
+        if length > max_bytes:
+            self.runs.appendleft(Run(source + max_bytes, target + max_bytes, length - max_bytes))
+            return [Run(source, target, max_bytes)]
+        write = [first]
+        room = max_bytes - length
+        while self.runs and len(write) < max_runs and self.runs[0].length <= room:
+            write.append(self.runs.popleft())
+            room -= write[-1].length
+        return write
+
 
 @dataclass(eq=False)
 class _Lane:
     """What is queued and in flight for one peer; `in_flight` maps an engine handle to whose write it is."""
 
     queue: deque[_Transfer] = field(default_factory=deque)
-    in_flight: dict[int, tuple[_Transfer, Run]] = field(default_factory=dict)
+    in_flight: dict[int, tuple[_Transfer, list[Run]]] = field(default_factory=dict)
 
 
 class TransferBackend(abc.ABC):
@@ -73,6 +93,9 @@ class TransferBackend(abc.ABC):
     """
 
     name: ClassVar[str]
+    # What one write of the engine may carry. An engine that takes one run of any length leaves both as they are.
+    max_runs_per_write: int = 1
+    max_bytes_per_write: int = sys.maxsize
     session_id: str
 
     def __init__(self, max_outstanding_per_peer: int = 16) -> None:
@@ -94,6 +117,15 @@ class TransferBackend(abc.ABC):
     @abc.abstractmethod
     def why_not(cls) -> str | None:
         """Say in words why this back end cannot run here and what to do about it, or None when it can."""
+
+    def allocate_target(self, num_bytes: int) -> memoryview | None:
+        """Memory [num_bytes] of zeros that peers can write to, or None when any memory will do.
+
+        Whoever wants to receive asks first, registers what it gets (an allocation of its own after None), and uses it
+        as it is: `torch.frombuffer(memory, dtype=torch.uint8)`. It is not registered by this call, outlives `close`,
+        and goes with the last view over it. ConfigError if the system does not give it.
+        """
+        return None
 
     def register(self, region: Region) -> None:
         """Let the engine read and write `region`; TransferError if it is empty or overlaps one registered before."""
@@ -154,6 +186,14 @@ class TransferBackend(abc.ABC):
         self._pump_until(lambda: transfer_id not in self._pending, timeout_s)
         return self._status(transfer_id)
 
+    def cancel(self, transfer_id: int) -> None:
+        """Submit nothing more of a transfer; what is in flight ends by itself, and then it is "failed"."""
+        self._refuse_unknown(transfer_id)
+        transfer = self._pending.get(transfer_id)
+        if transfer is not None:
+            transfer.cause = transfer.cause or "it was cancelled"
+            transfer.runs.clear()
+
     def drain(self, timeout_s: float) -> bool:
         """Pump until every id ever submitted is terminal at the engine; False if `timeout_s` ended first.
 
@@ -205,6 +245,10 @@ class TransferBackend(abc.ABC):
     def _submit_write(self, session_id: str, run: Run) -> int:
         """Start one write; the handle stays unique while the write is in flight."""
 
+    def _submit_runs(self, session_id: str, runs: list[Run]) -> int:
+        """Start one write of several runs; a back end with `max_runs_per_write` above 1 has its own."""
+        return self._submit_write(session_id, runs[0])
+
     @abc.abstractmethod
     def _check(self, handle: int) -> TransferStatus:
         """Status of one write; asked no more once it said "done" or "failed". Pending with a cause: late, in flight."""
@@ -227,6 +271,10 @@ class TransferBackend(abc.ABC):
         """How long `close` lets writes in flight go on."""
         return 0.0
 
+    def _rest(self, pause_s: float) -> None:
+        """Let time pass in a wait in which nothing has moved; a back end that is told of progress ends it then."""
+        time.sleep(pause_s)
+
     # The pump.
 
     def _pump(self) -> bool:
@@ -241,10 +289,10 @@ class TransferBackend(abc.ABC):
 
     def _settle(self, lane: _Lane) -> bool:
         moved = False
-        for handle, (transfer, run) in list(lane.in_flight.items()):
+        for handle, (transfer, runs) in list(lane.in_flight.items()):
             status = self._check(handle)
             if status.cause:
-                self._note_failure(transfer, f"{status.cause} ({_described(run, transfer.session_id)})")
+                self._note_failure(transfer, f"{status.cause} ({_described(runs, transfer.session_id)})")
             if status.state == "pending":
                 continue
             del lane.in_flight[handle]
@@ -262,17 +310,17 @@ class TransferBackend(abc.ABC):
                 self._finish(transfer)
                 moved = True
                 continue
-            run = transfer.runs[0]
+            runs = [transfer.runs[0]]
             try:
                 if not self._contact(transfer.session_id, transfer.submitted):
                     break
-                handle = self._submit_write(transfer.session_id, run)
+                runs = transfer.take_write(self.max_runs_per_write, self.max_bytes_per_write)
+                handle = self._submit_runs(transfer.session_id, runs)
             except TransferError as error:
-                self._note_failure(transfer, f"{error} ({_described(run, transfer.session_id)})")
+                self._note_failure(transfer, f"{error} ({_described(runs, transfer.session_id)})")
                 continue
-            transfer.runs.popleft()
             transfer.in_flight += 1
-            lane.in_flight[handle] = (transfer, run)
+            lane.in_flight[handle] = (transfer, runs)
             moved = True
         return moved
 
@@ -299,7 +347,7 @@ class TransferBackend(abc.ABC):
                 return False
             pause = _FIRST_PAUSE_S if moved else min(2 * pause, _LAST_PAUSE_S)
             if not moved:
-                time.sleep(pause)
+                self._rest(pause)
 
     # Checks.
 
@@ -317,5 +365,7 @@ class TransferBackend(abc.ABC):
             raise TransferError(f"transfer {transfer_id} was never submitted here; {self._next_id - 1} were")
 
 
-def _described(run: Run, session_id: str) -> str:
-    return f"run of {run.length:,} bytes from {run.source:#x} to {run.target:#x} at peer {session_id}"
+def _described(runs: Sequence[Run], session_id: str) -> str:
+    source, target, length = runs[0]
+    first = f"run of {length:,} bytes from {source:#x} to {target:#x} at peer {session_id}"
+    return first if len(runs) == 1 else f"{len(runs)} runs, the first a {first}"

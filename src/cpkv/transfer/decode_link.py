@@ -23,12 +23,13 @@ class DecodeLink:
     Args:
         host: where the decode worker listens.
         port: its port.
-        hello: the run's secret, what this side's pages are, and which prefill worker this is.
+        hello: what this side's pages are, and which prefill worker this is.
+        secret: shared with it.
         watch: called while an answer is awaited; what it raises ends the wait.
         timeout_s: how long one answer may take.
 
     Raises:
-        HandshakeError: the pools differ, or the decode worker refuses.
+        HandshakeError: the secrets, versions or pools differ, or the decode worker refuses.
         TransferError: nobody is there.
     """
 
@@ -38,10 +39,13 @@ class DecodeLink:
         port: int,
         hello: Hello,
         *,
+        secret: str = "",
         timeout_s: float = 60.0,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._channel: Channel = connect(host, port, FromDecode, "the decode worker", timeout_s=min(timeout_s, 8.0))
+        self._channel: Channel = connect(
+            host, port, FromDecode, "the decode worker", secret=secret, timeout_s=min(timeout_s, 8.0)
+        )
         self._timeout_s = timeout_s
         self._watch = watch
         try:

@@ -1,102 +1,367 @@
-"""One prefill rank's side of a transfer: the pages that it owns, each to its place at the decode worker.
+"""One prefill rank's side of transfers: the pages that it owns, each to its place at the decode side.
 
-rank 2 owns positions 0 and 4 of a request      position 0: local page 1 -> decode page 7
-                                                position 4: local page 2 -> decode page 3
+rank 2 owns positions 0 and 4 of a request      position 0: local page 1 -> local page 7 of decode owner 0
+                                                position 4: local page 2 -> local page 3 of decode owner 0
 per page two runs: latent bytes, index bytes
+
+SendOrder -> parts: writes in flight -> done -> PagesSent to the decode worker -> PagesTaken -> TakenNews
+                      |                                                  `-> damaged pages are sent once more
+                      `-> failed, or stopped -> FailedNews; nothing under way any more -> DrainedNews
+
+An order is cut into parts, of which few are at the engine at a time. So a long transfer is seen to move on, and where
+one is stopped, what is at the engine goes on to its end: "done" then says that its bytes have landed. A write that
+failed, or was cancelled, may still land, and `DrainedNews` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from cpkv.errors import TransferError
+from cpkv.errors import CpkvError, ProtocolError, TransferError
 from cpkv.layout.transfer_map import PageMove
-from cpkv.pool.page_pool import PagePool
-from cpkv.protocol.messages import Done, PagesSent
+from cpkv.protocol.attempts import EndedAttempts
+from cpkv.protocol.messages import PagesSent, PagesTaken, TransferTarget
 from cpkv.transfer.backend import TransferBackend
-from cpkv.transfer.decode_link import DecodeLink
+from cpkv.transfer.report_link import ReportLink
 from cpkv.transfer.runs import Peer, Region, Run
 
-DRAIN_TIMEOUT_S = 5.0
+PART_BYTES = 32 << 20
+# The engine has the next part when it ends one, so that it never runs dry.
+PARTS_AT_ONCE = 2
 
 
-class SendReport(NamedTuple):
-    """What a rank sent for one request."""
+class PageSource(Protocol):
+    """Where pages lie; `PagePool` is one."""
 
-    pages: int
+    def regions(self) -> Sequence[ByteSpan]:
+        """The allocations: latent rows, then index keys."""
+
+    def page_spans(self, local_page: int) -> Sequence[ByteSpan]:
+        """The bytes of one page in each allocation."""
+
+    def page_digest(self, local_page: int) -> str:
+        """SHA-256 over the bytes of one page."""
+
+
+class ByteSpan(Protocol):
+    """A run of memory: its address, and its length in bytes."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+
+    @property
+    def length(self) -> int:
+        """How long it is."""
+
+
+class SendOrder(NamedTuple):
+    """Pages of one attempt to send now; an attempt may get several."""
+
+    request_id: str
+    attempt: int
+    moves: tuple[PageMove, ...]
+    targets: tuple[TransferTarget, ...]
+
+
+class TakenNews(NamedTuple):
+    """These positions have arrived; no write of them is under way."""
+
+    request_id: str
+    attempt: int
+    positions: tuple[int, ...]
     num_bytes: int
 
 
+class FailedNews(NamedTuple):
+    """An attempt cannot go on; `DrainedNews` follows once no write of it is under way."""
+
+    request_id: str
+    attempt: int
+    error: CpkvError
+
+
+class DrainedNews(NamedTuple):
+    """No page of an attempt is read any more, and none will be.
+
+    Attributes:
+        writes_may_land: a write failed at the engine, which is no fence: it may still land at the decode side.
+    """
+
+    request_id: str
+    attempt: int
+    writes_may_land: bool
+
+
+News = TakenNews | FailedNews | DrainedNews
+
+
+@dataclass(eq=False)
+class _Job:
+    """What is under way of one attempt: pages that wait, writes by transfer id, reports that wait for their answer."""
+
+    request_id: str
+    attempt: int
+    targets: tuple[TransferTarget, ...]
+    waiting: deque[PageMove] = field(default_factory=deque)
+    writes: dict[int, tuple[tuple[PageMove, ...], tuple[str, ...]]] = field(default_factory=dict)
+    reports: dict[int, tuple[PageMove, ...]] = field(default_factory=dict)
+    stopped: bool = False
+    writes_may_land: bool = False
+
+
 class PageSender:
-    """Sends pages of one pool to one decode worker.
+    """Sends pages of one pool. It never blocks: whoever owns it calls `step` until nothing is `busy`.
 
     Args:
         rank: this rank.
         backend: moves bytes; the pool's allocations are registered with it here.
         pool: where the pages lie.
-        link: to the decode worker.
-        digest_pages: send a digest of each page along, for diagnostics.
+        connect: makes a connection to the decode worker; called again after one broke.
+        digest_pages: send a digest of each page along, which the decode worker compares.
+        part_bytes: what is handed to the engine and reported at a time; one page at least.
+
+    Raises:
+        TransferError: the memory cannot be registered.
     """
 
     def __init__(
-        self, rank: int, backend: TransferBackend, pool: PagePool, link: DecodeLink, *, digest_pages: bool = False
+        self,
+        rank: int,
+        backend: TransferBackend,
+        pool: PageSource,
+        connect: Callable[[], ReportLink],
+        *,
+        digest_pages: bool = False,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self._rank = rank
         self._backend = backend
         self._pool = pool
-        self._link = link
+        self._connect = connect
         self._digest_pages = digest_pages
-        welcome = link.welcome
-        self._target_bases = tuple(region.address for region in welcome.regions)
-        self._peer = Peer(
-            welcome.session_id, tuple(Region(region.address, region.length) for region in welcome.regions)
-        )
-        self._regions = tuple(Region(span.address, span.length) for span in pool.regions())
-        for region in self._regions:
-            backend.register(region)
+        self._link: ReportLink | None = None
+        self._jobs: dict[tuple[str, int], _Job] = {}
+        self._ended = EndedAttempts()
+        self._news: deque[News] = deque()
+        self._next_report = 0
+        self._page_bytes = sum(span.length for span in pool.page_spans(0))
+        self._part_pages = max(1, part_bytes // self._page_bytes)
+        self._regions: list[Region] = []
+        try:
+            for span in pool.regions():
+                region = Region(span.address, span.length)
+                backend.register(region)
+                self._regions.append(region)
+        except CpkvError:
+            for region in self._regions:
+                backend.unregister(region)
+            raise
 
-    def send(self, request_id: str, attempt: int, moves: Sequence[PageMove], *, timeout_s: float = 60.0) -> SendReport:
-        """Send pages and tell the decode worker, once every write is complete.
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._jobs)
 
-        Until this returns or raises with the engine drained, the pages must not be freed.
+    def take_news(self) -> tuple[News, ...]:
+        """What happened since the last call, in order."""
+        news = tuple(self._news)
+        self._news.clear()
+        return news
 
-        Raises:
-            TransferError: the engine failed, naming the rank and the first cause; or the decode worker refused.
-        """
-        if not moves:
-            return SendReport(0, 0)
-        # Region by region, so that neighbouring pages can be merged into one write.
-        runs = [run for by_region in zip(*map(self._runs, moves), strict=True) for run in by_region]
-        transfer_id = self._backend.submit(self._peer, runs)
-        status = self._backend.wait(transfer_id, timeout_s)
-        if status.state != "done":
-            cause = status.cause or f"the {self._backend.name} engine was not done after {timeout_s:.0f} s"
-            raise TransferError(f"rank {self._rank} could not send {len(moves)} pages of request {request_id}: {cause}")
-        digests = tuple(self._pool.page_digest(move.source) for move in moves) if self._digest_pages else ()
-        positions = tuple(move.position for move in moves)
-        self._link.ask(PagesSent(request_id, attempt, self._rank, positions, digests), Done)
-        return SendReport(len(moves), sum(run.length for run in runs))
+    def order(self, order: SendOrder) -> None:
+        """Begin to send pages; what comes of it is told by news. An empty order does nothing."""
+        if not order.moves:
+            return
+        key = (order.request_id, order.attempt)
+        job = self._jobs.get(key)
+        cause = self._ended.cause_of(order.attempt)
+        if job is None and cause is not None:
+            # Nothing may leave after `DrainedNews`, and the scheduler may have given this order before it read that.
+            error = f"rank {self._rank} sends no more of request {order.request_id}: {cause}"
+            self._news.append(FailedNews(order.request_id, order.attempt, TransferError(error)))
+            return
+        if job is None:
+            job = self._jobs[key] = _Job(order.request_id, order.attempt, order.targets)
+        if job.stopped:
+            return
+        job.waiting.extend(order.moves)
+        try:
+            if self._link is None:
+                self._link = self._connect()
+        except CpkvError as error:
+            self._fail(job, error)
+        self._feed(job)
 
-    def _runs(self, move: PageMove) -> list[Run]:
-        return [
-            Run(span.address, base + move.target * span.length, span.length)
-            for span, base in zip(self._pool.page_spans(move.source), self._target_bases, strict=True)
-        ]
+    def stop(self, request_id: str, attempt: int) -> None:
+        """Submit no more of an attempt; `DrainedNews` follows, at the next step when nothing is under way."""
+        job = self._jobs.setdefault((request_id, attempt), _Job(request_id, attempt, ()))
+        self._stop(job, "it was stopped")
 
-    def drain(self, timeout_s: float) -> bool:
-        """True when no write of ours can still read the pool."""
-        return self._backend.drain(timeout_s)
+    def step(self) -> bool:
+        """Move everything on as far as it goes without waiting; whether anything moved."""
+        moved = False
+        for job in list(self._jobs.values()):
+            moved |= self._settle_writes(job)
+        moved |= self._take_answers()
+        for key, job in list(self._jobs.items()):
+            self._feed(job)
+            if job.waiting or job.writes or job.reports:
+                continue
+            if job.stopped:
+                self._news.append(DrainedNews(job.request_id, job.attempt, job.writes_may_land))
+            del self._jobs[key]
+            moved = True
+        return moved
 
-    def close(self) -> bool:
-        """Take the pool's memory back from the engine; close the engine when a write never ends.
+    def heartbeat(self) -> None:
+        """Tell the decode worker that this prefill lives, where there is a connection."""
+        if self._link is not None:
+            try:
+                self._link.heartbeat()
+            except TransferError as error:
+                self._link_lost(error)
+
+    def close(self, drain_s: float) -> bool:
+        """Stop everything, take the pool's memory back from the engine, and close the connection.
 
         Returns:
-            Whether the engine can still be used.
+            Whether the engine can still be used; it was closed when a write did not end within `drain_s` seconds.
         """
-        if not self._backend.drain(DRAIN_TIMEOUT_S):
+        for job in list(self._jobs.values()):
+            self._stop(job, "the sender was closed")
+            self._cancel(job)
+        drained = self._backend.drain(drain_s)
+        if drained:
+            for region in self._regions:
+                self._backend.unregister(region)
+        else:
             self._backend.close()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        return drained
+
+    def _feed(self, job: _Job) -> None:
+        """Hand the next parts to the engine."""
+        try:
+            while job.waiting and len(job.writes) < PARTS_AT_ONCE:
+                self._submit(job, self._next_part(job))
+        except CpkvError as error:
+            self._fail(job, error)
+
+    def _next_part(self, job: _Job) -> list[PageMove]:
+        """The next pages for one owner; owner after owner, since the order of moves keeps ranks apart."""
+        part = [job.waiting.popleft()]
+        while job.waiting and len(part) < self._part_pages and job.waiting[0].owner == part[0].owner:
+            part.append(job.waiting.popleft())
+        return part
+
+    def _submit(self, job: _Job, part: Sequence[PageMove]) -> None:
+        """One transfer; digests are taken before the bytes leave."""
+        owner = part[0].owner
+        if not 0 <= owner < len(job.targets):
+            raise ProtocolError(f"request {job.request_id}: a page goes to decode owner {owner} of {len(job.targets)}")
+        target = job.targets[owner]
+        if len(target.regions) != len(self._regions):
+            raise ProtocolError(
+                f"request {job.request_id}: decode owner {owner} names {len(target.regions)} regions, and pages have "
+                f"bytes in {len(self._regions)}"
+            )
+        peer = Peer(target.session_id, tuple(Region(region.address, region.length) for region in target.regions))
+        bases = [region.address for region in target.regions]
+        # Region by region, so that neighbouring pages can be merged into one write.
+        runs = [run for region in zip(*(self._runs(move, bases) for move in part), strict=True) for run in region]
+        digests = tuple(self._pool.page_digest(move.source) for move in part) if self._digest_pages else ()
+        job.writes[self._backend.submit(peer, runs)] = (tuple(part), digests)
+
+    def _runs(self, move: PageMove, bases: Sequence[int]) -> list[Run]:
+        return [
+            Run(span.address, base + move.target * span.length, span.length)
+            for span, base in zip(self._pool.page_spans(move.source), bases, strict=True)
+        ]
+
+    def _settle_writes(self, job: _Job) -> bool:
+        moved = False
+        for transfer_id, (moves, digests) in list(job.writes.items()):
+            status = self._backend.poll(transfer_id)
+            if status.state == "pending":
+                continue
+            moved = True
+            del job.writes[transfer_id]
+            if status.state == "failed":
+                job.writes_may_land = True
+                self._cancel(job)
+                if not job.stopped:
+                    error = f"rank {self._rank} could not send {len(moves)} pages of request {job.request_id}"
+                    self._fail(job, TransferError(f"{error}: {status.cause}"))
+            elif not job.stopped:
+                self._report(job, moves, digests)
+        return moved
+
+    def _report(self, job: _Job, moves: tuple[PageMove, ...], digests: tuple[str, ...]) -> None:
+        report = self._next_report
+        self._next_report += 1
+        job.reports[report] = moves
+        positions = tuple(move.position for move in moves)
+        try:
+            if self._link is None:
+                raise TransferError(f"rank {self._rank} lost its connection to the decode worker")
+            self._link.post(PagesSent(job.request_id, job.attempt, self._rank, report, positions, digests))
+        except TransferError as error:
+            self._link_lost(error)
+
+    def _take_answers(self) -> bool:
+        if self._link is None:
             return False
-        for region in self._regions:
-            self._backend.unregister(region)
-        return True
+        try:
+            answers = self._link.answers()
+        except TransferError as error:
+            self._link_lost(error)
+            return True
+        for question, answer in answers:
+            self._take_answer(question, answer)
+        return bool(answers)
+
+    def _take_answer(self, question: PagesSent, answer: PagesTaken | CpkvError) -> None:
+        job = self._jobs.get((question.request_id, question.attempt))
+        moves = job.reports.pop(question.report, None) if job is not None else None
+        if job is None or moves is None or job.stopped:
+            return
+        if isinstance(answer, CpkvError):
+            self._fail(job, answer)
+            return
+        if (answer.request_id, answer.attempt, answer.report) != (job.request_id, job.attempt, question.report):
+            self._link_lost(ProtocolError(f"the decode worker answered {answer} to {question}"))
+            return
+        arrived = tuple(move.position for move in moves if move.position not in answer.damaged)
+        if arrived:
+            num_bytes = len(arrived) * self._page_bytes
+            self._news.append(TakenNews(job.request_id, job.attempt, arrived, num_bytes))
+        job.waiting.extend(move for move in moves if move.position in answer.damaged)
+
+    def _link_lost(self, error: TransferError) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for job in list(self._jobs.values()):
+            if not job.stopped:
+                self._fail(job, error)
+
+    def _fail(self, job: _Job, error: CpkvError) -> None:
+        self._news.append(FailedNews(job.request_id, job.attempt, error))
+        self._stop(job, str(error))
+
+    def _stop(self, job: _Job, cause: str) -> None:
+        """What is at the engine goes on to its end: cancelled, nobody could say whether its bytes have landed."""
+        job.stopped = True
+        job.waiting.clear()
+        job.reports.clear()
+        self._ended.end(job.attempt, cause)
+
+    def _cancel(self, job: _Job) -> None:
+        for transfer_id in job.writes:
+            self._backend.cancel(transfer_id)

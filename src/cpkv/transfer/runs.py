@@ -56,17 +56,20 @@ def merge_runs(runs: Sequence[Run], limit_bytes: int = 1 << 20) -> list[Run]:
     if limit_bytes < 1:
         raise ConfigError(f"limit_bytes is {limit_bytes}: a merged run needs room for 1 byte or more")
     merged: list[Run] = []
-    source = target = length = 0
-    for next_source, next_target, next_length in runs:
-        touches = source + length == next_source and target + length == next_target
-        if touches and length + next_length <= limit_bytes:
-            length += next_length
-            continue
-        if length:
-            merged.append(Run(source, target, length))
-        source, target, length = next_source, next_target, next_length
+    first = Run(0, 0, 0)
+    source_end = target_end = length = 0
+    for run in runs:
+        source, target, more = run
+        if source == source_end and target == target_end and length + more <= limit_bytes:
+            length += more
+        else:
+            # Most runs of scattered pages touch nothing, and making a run costs as much as looking at two.
+            if length:
+                merged.append(first if length == first.length else Run(first.source, first.target, length))
+            first, length = run, more
+        source_end, target_end = source + more, target + more
     if length:
-        merged.append(Run(source, target, length))
+        merged.append(first if length == first.length else Run(first.source, first.target, length))
     return merged
 
 

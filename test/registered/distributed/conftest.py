@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from cpkv.testing.leaks import child_processes, nothing_left_behind
+from cpkv.testing.waiting import eventually
 
 WORKER = "cpkv.engine.worker_main"
 PATIENCE_S = 50.0
@@ -38,14 +39,6 @@ class Ended:
     out: str
     err: str
     seconds: float
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until a condition holds; fail with `what` when it never does."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.005)
 
 
 def worker_pids(parent: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from cpkv.config.settings import EngineSettings
 from cpkv.engine import cluster as cluster_module
 from cpkv.engine.cluster import Cluster, check_equal_facts
-from cpkv.engine.commands import ConnectDecode, OpenPool, StartDecode, WorkerReady
+from cpkv.engine.commands import StartDecode, WorkerReady
 from cpkv.engine.decode_worker import DecodeWorker
 from cpkv.engine.pool_description import describe_pool
 from cpkv.engine.prefill import PrefillScheduler
@@ -26,15 +27,20 @@ from cpkv.errors import ConfigError, CpkvError, HandshakeError, PromptError, Pro
 from cpkv.model.checkpoint import prepare_weights, read_config
 from cpkv.model.shape import ModelShape
 from cpkv.protocol.messages import (
+    AbortTransfer,
+    Done,
     Failed,
     FromDecode,
     Hello,
+    OpenTransfer,
     PoolDescription,
     ReleaseRequest,
     Sampling,
     SenderDescription,
+    TransferOpened,
     Welcome,
 )
+from cpkv.protocol.sealing import GREETING_BYTES
 from cpkv.testing.checkpoints import write_hot_checkpoint
 from cpkv.testing.ports import closed_port, taken_port
 from cpkv.testing.registration import register_cpu_ci
@@ -95,7 +101,7 @@ def test_a_port_that_is_taken_while_workers_start(start: Callable[..., Cluster],
 def test_a_port_that_is_free_is_taken(start: Callable[..., Cluster]) -> None:
     port = closed_port()
     cluster = start(decode_port=port)
-    assert cluster.decode_port == port
+    assert cluster.decode_address == ("127.0.0.1", port)
     assert cluster.open_pool(True) > 0
 
 
@@ -106,18 +112,17 @@ def test_an_address_that_is_not_ours(start: Callable[..., Cluster]) -> None:
 
 def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster]) -> None:
     cluster, port = start(), closed_port()
-    cluster.call_ranks(OpenPool(True, 8, unified=False, scratch_bytes=None))
     started = time.monotonic()
-    with pytest.raises(TransferError, match=f"prefill rank .: the decode worker at 127.0.0.1:{port} is not there"):
-        cluster.call_ranks(ConnectDecode(port))
+    cluster.decode_address = ("127.0.0.1", port)
+    with pytest.raises(TransferError, match=f"the decode worker at 127.0.0.1:{port} is not there"):
+        cluster.open_pool(True)
     assert time.monotonic() - started < SOON_S
-    cluster.call_ranks(ConnectDecode(cluster.decode_port))
 
 
 def test_a_decode_worker_that_never_answers() -> None:
     with taken_port() as port:
         with pytest.raises(TransferError, match=f"handshake with the decode worker at 127.0.0.1:{port} failed"):
-            DecodeLink("127.0.0.1", port, Hello("", DESCRIPTION, SENDER), timeout_s=0.3)
+            DecodeLink("127.0.0.1", port, Hello(DESCRIPTION, SENDER), timeout_s=0.3)
 
 
 def test_a_decode_worker_with_cp(start: Callable[..., Cluster]) -> None:
@@ -211,7 +216,8 @@ def test_more_tokens_than_the_decode_worker_holds(start: Callable[..., Cluster])
     scheduler = PrefillScheduler(cluster, shared=True)
     report = scheduler.run([Request("long", (1,) * 20, 40), Request("short", (1,) * 20, 10)])
     assert list(report.first_tokens) == ["short"]
-    assert "decode worker: request long needs 4 pages, 3 are free of 3" in str(report.failures["long"])
+    refusal = str(report.failures["long"])
+    assert re.match(r"decode worker: request long .* needs 4 pages, 3 are free of 3; raise decode_pages to 5", refusal)
 
 
 def test_a_full_decode_worker_names_its_own_knob(start: Callable[..., Cluster]) -> None:
@@ -224,7 +230,7 @@ def test_a_full_decode_worker_names_its_own_knob(start: Callable[..., Cluster]) 
 # The handshake.
 
 DESCRIPTION = PoolDescription(
-    protocol_version=1,
+    protocol_version=2,
     model="",
     num_layers=4,
     index_slots=(0, 1, 2, 3),
@@ -237,8 +243,8 @@ DESCRIPTION = PoolDescription(
     latent_norm_eps=1e-6,
     transfer="inprocess",
 )
-SENDER = SenderDescription(rank=0, cp_size=2, strategy="zigzag")
-SECRET = "of this run"
+SENDER = SenderDescription(rank=0, cp_size=2, strategy="zigzag", instance="test")
+SECRET = "the secret of this run"
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +263,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         threads=1,
         shuffle_seed=3,
     )
-    worker = DecodeWorker(start, InProcessBackend(InProcessFabric()))
+    worker = DecodeWorker(start, lambda: InProcessBackend(InProcessFabric()))
     try:
         port = worker.ready().port
         shape = ModelShape.from_config(read_config(checkpoint), 1e-6)
@@ -268,15 +274,18 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def test_equal_pools_are_welcome_whatever_the_split(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
-    for sender in (SENDER, SenderDescription(rank=7, cp_size=8, strategy="interleave")):
-        link = DecodeLink("127.0.0.1", port, Hello(SECRET, pool, sender))
+    for sender in (SENDER, SenderDescription(rank=7, cp_size=8, strategy="interleave", instance="test")):
+        link = DecodeLink("127.0.0.1", port, Hello(pool, sender), secret=SECRET)
         assert link.welcome.pool == pool
-        assert [region.length for region in link.welcome.regions] == [8 * 4 * 16 * 320, 8 * 4 * 16 * 128]
+        opened = link.ask(OpenTransfer("r", sender.rank + 1, 5, 1, (0,), Sampling()), TransferOpened)
+        (target,) = opened.targets
+        assert [region.length for region in target.regions] == [8 * 4 * 16 * 320, 8 * 4 * 16 * 128]
+        link.ask(AbortTransfer("r", sender.rank + 1, "a test", writes_may_land=False), Done)
         link.close()
 
 
 OTHER: dict[str, Any] = {
-    "protocol_version": 2,
+    "protocol_version": 1,
     "model": "another model",
     "num_layers": 5,
     "index_slots": (0, 1, -1, -1),
@@ -296,7 +305,7 @@ def test_each_field_that_differs_is_refused(served: tuple[int, PoolDescription],
     port, pool = served
     theirs = msgspec.structs.replace(pool, **{name: OTHER[name]})
     with pytest.raises(HandshakeError) as refusal:
-        DecodeLink("127.0.0.1", port, Hello(SECRET, theirs, SENDER))
+        DecodeLink("127.0.0.1", port, Hello(theirs, SENDER), secret=SECRET)
     differing = f"{name}: prefill has {OTHER[name]!r}, decode has {getattr(pool, name)!r}"
     assert f"the pools differ: {differing}; start both workers with the same settings" in str(refusal.value)
 
@@ -304,29 +313,35 @@ def test_each_field_that_differs_is_refused(served: tuple[int, PoolDescription],
 def test_every_field_that_differs_is_listed(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
     with pytest.raises(HandshakeError) as refusal:
-        DecodeLink("127.0.0.1", port, Hello(SECRET, msgspec.structs.replace(pool, **OTHER), SENDER))
+        DecodeLink("127.0.0.1", port, Hello(msgspec.structs.replace(pool, **OTHER), SENDER), secret=SECRET)
     for name, value in OTHER.items():
         assert f"{name}: prefill has {value!r}" in str(refusal.value)
 
 
 def test_another_secret_is_refused_and_told_nothing(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
-    for guess in ("", "of another run", SECRET + " "):
-        with pytest.raises(HandshakeError, match="the secret is not that of this run") as refusal:
-            DecodeLink("127.0.0.1", port, Hello(guess, msgspec.structs.replace(pool, page_size=32), SENDER))
+    for guess, words in (
+        ("", "this side has no secret and the peer has one"),
+        ("the secret of another run", "the secret is not that of this run"),
+        (SECRET + " ", "the secret is not that of this run"),
+    ):
+        with pytest.raises(HandshakeError, match=words) as refusal:
+            hello = Hello(msgspec.structs.replace(pool, page_size=32), SENDER)
+            DecodeLink("127.0.0.1", port, hello, secret=guess)
         assert "page_size" not in str(refusal.value)
 
 
 def test_strangers_cannot_disturb_it(served: tuple[int, PoolDescription]) -> None:
     port, pool = served
-    friend = DecodeLink("127.0.0.1", port, Hello(SECRET, pool, SENDER))
+    friend = DecodeLink("127.0.0.1", port, Hello(pool, SENDER), secret=SECRET)
     for frame in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\xc1", b"\0\0\0\x09\x80\x04}q\0.xxx"):
         with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as stranger:
             stranger.sendall(frame)
             # What it has not read yet makes it reset the connection.
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b"", f"{frame!r} was not answered by closing"
-    early = connect("127.0.0.1", port, FromDecode, "the decode worker")
+                told = b"".join(iter(lambda stranger=stranger: stranger.recv(4096), b""))
+                assert len(told) <= GREETING_BYTES, f"{frame!r} was told more than a greeting"
+    early = connect("127.0.0.1", port, FromDecode, "the decode worker", secret=SECRET)
     early.send(ReleaseRequest("someone else's"))
     refusal = early.receive(SOON_S)
     assert isinstance(refusal, Failed)

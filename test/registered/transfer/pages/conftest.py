@@ -10,14 +10,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cpkv.cache.allocator import PageAllocator
-from cpkv.engine.decode_requests import DecodeRequests
 from cpkv.engine.decode_worker import DecodeServer
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
@@ -28,12 +27,14 @@ from cpkv.ops.reference.index_keys import unpack_index_keys
 from cpkv.pool.page_pool import PagePool
 from cpkv.protocol import messages as m
 from cpkv.testing.bits import assert_same_bits
+from cpkv.testing.waiting import eventually
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.channel import listen
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.inprocess import InProcessBackend, InProcessFabric
-from cpkv.transfer.page_sender import PageSender, SendReport
-from cpkv.transfer.runs import Region
+from cpkv.transfer.page_receiver import PageReceiver
+from cpkv.transfer.page_sender import FailedNews, News, PageSender, SendOrder, TakenNews
+from cpkv.transfer.report_link import DecodeReportLink
 
 FORMATS = {
     "float32": RowFormat("float32", 6, 2, "float32", 3),
@@ -66,6 +67,13 @@ def describe(geometry: PoolGeometry, transfer: str) -> m.PoolDescription:
     )
 
 
+class SendReport(NamedTuple):
+    """What a rank sent."""
+
+    pages: int
+    num_bytes: int
+
+
 class Decode:
     """A decode worker that stores pages and decodes nothing. `log` holds every message that it has taken."""
 
@@ -74,21 +82,22 @@ class Decode:
         self.allocator = PageAllocator(num_pages, self.placement, shuffle_seed=seed)
         self.pool = PagePool(geometry, num_pages, poison=True)
         self.backend = backend
-        for span in self.pool.regions():
-            backend.register(Region(*span))
-        model = SimpleNamespace(shape=SimpleNamespace(vocab_size=512))
-        requests = DecodeRequests(SimpleNamespace(pool=self.pool, model=model), self.allocator, self.placement)  # type: ignore[arg-type]
+        self.receiver = PageReceiver(
+            (self.pool,),
+            self.allocator,
+            lambda: backend,
+            vocab_size=512,
+            lease_s=60.0,
+            progress_s=60.0,
+            backend=backend,
+        )
         self.log: list[Any] = []
-        handle = requests.handle
-        requests.handle = lambda message, sender: (self.log.append(message), handle(message, sender))[1]  # type: ignore[method-assign]
+        handle = self.receiver.handle
+        self.receiver.handle = lambda message, sender: (self.log.append(message), handle(message, sender))[1]  # type: ignore[method-assign]
         self._server = DecodeServer(
             listen("127.0.0.1", 0),
-            requests,
-            m.Welcome(
-                describe(geometry, backend.name),
-                backend.session_id,
-                tuple(m.MemoryRegion(*span) for span in self.pool.regions()),
-            ),
+            self.receiver,  # type: ignore[arg-type]
+            m.Welcome(describe(geometry, backend.name), self.receiver.lease_s),
             secret="",
             lock=threading.Lock(),
             threads=1,
@@ -121,7 +130,7 @@ class Decode:
 
     def close(self) -> None:
         self._server.close()
-        self.backend.close()
+        self.receiver.close()
 
 
 class Prefill:
@@ -145,24 +154,32 @@ class Prefill:
             PagePool(geometry, local_pages(num_pages * cp_size, self.placement), poison=True) for _ in range(cp_size)
         ]
         self.backends = [make_backend() for _ in range(cp_size)]
+        self.decode = decode
         self.links = [self._connect(decode, rank) for rank in (-1, *range(cp_size))]
         self.scheduler = self.links[0]
         self.senders: list[PageSender] = []
         self.reopen()
         self.lengths: dict[str, int] = {}
+        self.targets: tuple[m.TransferTarget, ...] = ()
 
     def reopen(self) -> None:
         """Take the pools back from the engines and register them anew."""
         for sender in self.senders:
-            sender.close()
+            assert sender.close(10.0)
         self.senders = [
-            PageSender(rank, self.backends[rank], self.pools[rank], self.links[rank + 1])
+            PageSender(rank, self.backends[rank], self.pools[rank], partial(self._report_link, rank))
             for rank in range(self.cp_size)
         ]
 
+    def _hello(self, rank: int) -> m.Hello:
+        sender = m.SenderDescription(rank=rank, cp_size=self.cp_size, strategy="zigzag", instance="test")
+        return m.Hello(describe(self.geometry, self.decode.backend.name), sender)
+
+    def _report_link(self, rank: int) -> DecodeReportLink:
+        return DecodeReportLink("127.0.0.1", self.decode.port, self._hello(rank), secret="", timeout_s=10.0)
+
     def _connect(self, decode: Decode, rank: int) -> DecodeLink:
-        sender = m.SenderDescription(rank=rank, cp_size=self.cp_size, strategy="zigzag")
-        return DecodeLink("127.0.0.1", decode.port, m.Hello("", describe(self.geometry, decode.backend.name), sender))
+        return DecodeLink("127.0.0.1", decode.port, self._hello(rank))
 
     def write(self, name: str, tokens: int) -> None:
         """Allocate a request's pages and let each owner store the rows of its own."""
@@ -181,22 +198,60 @@ class Prefill:
         """Announce a request; the decode worker's pages."""
         senders = sender_of_positions(self.allocator.pages_of(name), self.placement, self.cp_size)
         message = m.OpenTransfer(name, attempt, self.lengths[name], new_tokens, senders, m.Sampling())
-        return self.scheduler.ask(message, m.TransferOpened).pages
+        opened = self.scheduler.ask(message, m.TransferOpened)
+        self.targets = opened.targets
+        return opened.pages
 
     def moves(self, name: str, targets: tuple[int, ...], rank: int) -> tuple[PageMove, ...]:
-        return page_moves(self.allocator.pages_of(name), targets, self.placement, self.cp_size, rank)
+        """What a rank sends of a request."""
+        pages = self.allocator.pages_of(name)
+        senders = sender_of_positions(pages, self.placement, self.cp_size)
+        own = [position for position in range(len(pages)) if senders[position] == rank]
+        return page_moves(
+            own,
+            [pages[position] for position in own],
+            [targets[position] for position in own],
+            self.placement,
+            PagePlacement(self.geometry.page_size, 1),
+            rank,
+        )
 
-    def send(self, name: str, targets: tuple[int, ...], attempt: int = 1, timeout_s: float = 30.0) -> list[SendReport]:
+    def send(self, name: str, targets: tuple[int, ...], attempt: int = 1) -> list[SendReport]:
         """Let every rank send what it owns, one after the other."""
-        return [
-            sender.send(name, attempt, self.moves(name, targets, rank), timeout_s=timeout_s)
-            for rank, sender in enumerate(self.senders)
-        ]
+        return [self.send_moves(rank, name, self.moves(name, targets, rank), attempt) for rank in range(self.cp_size)]
+
+    def send_moves(self, rank: int, name: str, moves: Sequence[PageMove], attempt: int = 1) -> SendReport:
+        """Let a rank send some pages and wait until they have arrived, or raise why they did not."""
+        sender = self.senders[rank]
+        sender.order(SendOrder(name, attempt, tuple(moves), self.targets))
+        pages = num_bytes = 0
+        for news in self.run_sender(rank):
+            if isinstance(news, FailedNews):
+                raise news.error
+            assert isinstance(news, TakenNews)
+            pages += len(news.positions)
+            num_bytes += news.num_bytes
+        assert pages == len(moves)
+        return SendReport(pages, num_bytes)
+
+    def run_sender(self, rank: int) -> list[News]:
+        """Step a rank's sender until nothing of it is under way; what it told."""
+        sender, told = self.senders[rank], list[News]()
+
+        def idle() -> bool:
+            sender.step()
+            told.extend(sender.take_news())
+            return not sender.busy
+
+        eventually(idle, f"rank {rank} has nothing under way")
+        return told
 
     def finish(self, name: str, attempt: int = 1) -> None:
         self.scheduler.ask(m.FinishTransfer(name, attempt, first_token=1), m.TransferComplete)
 
     def close(self) -> None:
+        for sender in self.senders:
+            sender.close(1.0)
         for link in self.links:
             link.close()
         for backend in self.backends:
@@ -236,11 +291,11 @@ def hand_over_requests(
         for number, length in enumerate(lengths):
             prefill.write(f"request {number}", length)
         # All are open before the first is sent, so that their pages lie among each other's.
-        for name in prefill.lengths:
-            held[name] = prefill.open(name)
-        for name, targets in held.items():
-            reports = prefill.send(name, targets)
-            prefill.finish(name)
+        for number, name in enumerate(prefill.lengths, 1):
+            held[name] = prefill.open(name, attempt=number)
+        for number, (name, targets) in enumerate(held.items(), 1):
+            reports = prefill.send(name, targets, attempt=number)
+            prefill.finish(name, attempt=number)
             check_senders(decode, prefill, name, reports)
         for name, targets in held.items():
             decode.check_rows(name, prefill.lengths[name], targets)

@@ -81,8 +81,8 @@ def test_a_pool_can_be_taken_back_and_registered_again(prefill: Any, decode: Any
     for number in range(3):
         name = f"round {number}"
         prefill.write(name, 17)
-        targets = prefill.open(name)
-        prefill.send(name, targets)
-        prefill.finish(name)
+        targets = prefill.open(name, attempt=number + 1)
+        prefill.send(name, targets, attempt=number + 1)
+        prefill.finish(name, attempt=number + 1)
         decode.check_rows(name, 17, targets)
         prefill.reopen()

@@ -11,9 +11,11 @@ from cpkv.errors import ProtocolError, TransferError
 from cpkv.protocol import messages as m
 from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.registration import register_cpu_ci
-from cpkv.transfer.channel import Channel, listen
+from cpkv.transfer.channel import listen
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.inprocess import InProcessFabric
+from cpkv.transfer.page_sender import DrainedNews, SendOrder
+from cpkv.transfer.server import Connection, MessageServer
 
 register_cpu_ci(est_time=5, suite="transfer")
 
@@ -23,7 +25,7 @@ def test_a_transfer_with_a_missing_page_is_not_finished(prefill: Any, decode: An
     targets = prefill.open("a")
     pages = prefill.allocator.pages_of("a")
     for rank in (0, 2):
-        prefill.senders[rank].send("a", 1, prefill.moves("a", targets, rank))
+        prefill.send_moves(rank, "a", prefill.moves("a", targets, rank))
     missing = [position for position, page in enumerate(pages) if prefill.placement.owner(page) == 1]
     with pytest.raises(
         ProtocolError,
@@ -31,8 +33,8 @@ def test_a_transfer_with_a_missing_page_is_not_finished(prefill: Any, decode: An
     ):
         prefill.finish("a")
     with pytest.raises(ProtocolError, match="is not complete; finish its transfer first"):
-        prefill.scheduler.ask(m.DecodeStep(("a",)), m.DecodedTokens)
-    prefill.senders[1].send("a", 1, prefill.moves("a", targets, 1))
+        prefill.scheduler.ask(m.ReleaseRequest("a"), m.Done)
+    prefill.send_moves(1, "a", prefill.moves("a", targets, 1))
     prefill.finish("a")
 
 
@@ -41,43 +43,48 @@ def test_a_page_is_taken_once_and_from_its_owner(prefill: Any) -> None:
     targets = prefill.open("a")
     prefill.send("a", targets)
     with pytest.raises(ProtocolError, match="was sent twice"):
-        prefill.senders[1].send("a", 1, prefill.moves("a", targets, 1))
+        prefill.send_moves(1, "a", prefill.moves("a", targets, 1))
     for positions, words in (
         ((99,), "page position 99 of 8"),
         ((-1,), "page position -1 of 8"),
         ((0, 0), "names a page position twice"),
     ):
         with pytest.raises(ProtocolError, match=words):
-            prefill.links[1].ask(m.PagesSent("a", 1, 0, positions), m.Done)
+            prefill.links[1].ask(m.PagesSent("a", 1, 0, 99, positions), m.PagesTaken)
     prefill.finish("a")
-    with pytest.raises(ProtocolError, match="was finished before"):
-        prefill.finish("a")
+    prefill.finish("a")
+    with pytest.raises(ProtocolError, match="was finished before, with another first token"):
+        prefill.scheduler.ask(m.FinishTransfer("a", 1, first_token=2), m.TransferComplete)
     prefill.write("b", 30)
-    prefill.open("b")
+    prefill.open("b", attempt=2)
     owner = prefill.placement.owner(prefill.allocator.pages_of("b")[0])
     with pytest.raises(ProtocolError, match=f"position 0 belongs to rank {owner} and came from rank {(owner + 1) % 3}"):
-        prefill.links[(owner + 1) % 3 + 1].ask(m.PagesSent("b", 1, (owner + 1) % 3, (0,)), m.Done)
+        prefill.links[(owner + 1) % 3 + 1].ask(m.PagesSent("b", 2, (owner + 1) % 3, 99, (0,)), m.PagesTaken)
 
 
 def test_what_belongs_to_an_earlier_attempt_is_refused(prefill: Any, decode: Any) -> None:
     prefill.write("a", 30)
     prefill.open("a", attempt=1)
     prefill.scheduler.ask(m.AbortTransfer("a", 1, "a test", writes_may_land=True), m.Done)
-    with pytest.raises(ProtocolError, match="request a is not open here"):
-        prefill.links[1].ask(m.PagesSent("a", 1, 0, (0,)), m.Done)
+    with pytest.raises(ProtocolError, match="attempt 1 is over: a test; its messages are dropped"):
+        prefill.links[1].ask(m.PagesSent("a", 1, 0, 0, (0,)), m.PagesTaken)
     targets = prefill.open("a", attempt=2)
     late = [
-        m.PagesSent("a", 1, prefill.placement.owner(prefill.allocator.pages_of("a")[0]), (0,)),
+        m.PagesSent("a", 1, prefill.placement.owner(prefill.allocator.pages_of("a")[0]), 0, (0,)),
         m.FinishTransfer("a", 1, 7),
-        m.AbortTransfer("a", 1, "late", writes_may_land=False),
     ]
     for message in late:
-        with pytest.raises(ProtocolError, match="a message of attempt 1 came during attempt 2; dropped"):
+        with pytest.raises(ProtocolError, match="attempt 1 is over: a test; its messages are dropped"):
             sender = message.rank if isinstance(message, m.PagesSent) else -1
             prefill.links[sender + 1].ask(message, object)
     prefill.send("a", targets, attempt=2)
     prefill.finish("a", attempt=2)
     assert decode.allocator.quarantined_pages == 8
+    prefill.scheduler.ask(m.AbortTransfer("a", 1, "late", writes_may_land=True), m.Done)
+    assert decode.allocator.quarantined_pages == 8
+    prefill.scheduler.ask(m.WritesDrained("a", 1), m.Done)
+    assert decode.allocator.quarantined_pages == 0
+    decode.check_rows("a", 30, targets)
     decode.allocator.check()
 
 
@@ -86,16 +93,21 @@ def test_pages_stay_out_of_use_while_a_write_may_touch_them(prefill: Any, decode
     before = [pool.latent.clone() for pool in prefill.pools]
     targets = prefill.open("a")
     fabric.hold()
-    with pytest.raises(TransferError, match="rank 0 could not send . pages of request a: .*was not done after 0 s"):
-        prefill.send("a", targets, timeout_s=0.01)
-    assert not prefill.senders[0].drain(0.01), "a write that is held can still read the pages"
+    sender = prefill.senders[0]
+    sender.order(SendOrder("a", 1, prefill.moves("a", targets, 0), prefill.targets))
+    for _ in range(20):
+        sender.step()
+    sender.stop("a", 1)
+    sender.step()
+    assert sender.busy, "a write that is held can still read the pages"
+    assert sender.take_news() == ()
     prefill.scheduler.ask(m.AbortTransfer("a", 1, "held", writes_may_land=True), m.Done)
     assert decode.allocator.quarantined_pages == len(targets)
     # Everything else that the decode worker has goes to others, and nothing of it lies where writes may land.
     others = []
     for number in range(20):
         prefill.write(f"b{number}", 7)
-        others.append(prefill.open(f"b{number}"))
+        others.append(prefill.open(f"b{number}", attempt=number + 2))
         prefill.allocator.free(f"b{number}")
     assert not set(targets) & {page for pages in others for page in pages}
     for rank, pool in enumerate(prefill.pools):
@@ -103,7 +115,7 @@ def test_pages_stay_out_of_use_while_a_write_may_touch_them(prefill: Any, decode
         assert_same_bits(pool.latent[own], before[rank][own], f"held pages of rank {rank}")
     decode.pool.poison(list(range(64)))
     fabric.release()
-    assert prefill.senders[0].drain(30.0)
+    assert prefill.run_sender(0) == [DrainedNews("a", 1, writes_may_land=False)]
     landed = {move.target for move in prefill.moves("a", targets, 0)}
     written = {page for page in range(64) if bool((decode.content([page]) != 0xFF).any())}
     assert written == landed, "the late writes landed elsewhere than in the quarantine"
@@ -119,12 +131,11 @@ def test_a_failed_write_names_rank_and_cause_and_harms_no_other_request(
     fabric.fail_next("the cable was cut")
     with pytest.raises(TransferError, match="rank 0 could not send . pages of request a: the cable was cut"):
         prefill.send("a", targets)
-    assert prefill.senders[0].drain(1.0)
     prefill.scheduler.ask(m.AbortTransfer("a", 1, "cut", writes_may_land=True), m.Done)
-    others = prefill.open("b")
+    others = prefill.open("b", attempt=2)
     assert not set(others) & set(targets)
-    prefill.send("b", others)
-    prefill.finish("b")
+    prefill.send("b", others, attempt=2)
+    prefill.finish("b", attempt=2)
     decode.check_rows("b", 30, others)
     prefill.scheduler.ask(m.ReleaseRequest("b"), m.Done)
     assert decode.allocator.quarantined_pages == len(targets)
@@ -139,45 +150,47 @@ def test_memory_that_is_not_registered_is_neither_read_nor_written(prefill: Any)
     (move,) = [move for move in prefill.moves("a", targets, rank) if move.position == 0]
     for wrong in (move._replace(target=64), move._replace(source=prefill.pools[0].local_pages)):
         with pytest.raises(TransferError, match="not inside one region"):
-            prefill.senders[rank].send("a", 1, [wrong])
+            prefill.send_moves(rank, "a", [wrong])
+
+
+class LateDecode:
+    """Welcomes everybody, and opens a transfer only once it may."""
+
+    def __init__(self, welcome: m.Welcome) -> None:
+        self.welcome = welcome
+        self.may_answer = threading.Event()
+
+    def answer(self, connection: Connection, message: Any) -> Any:
+        if isinstance(message, m.Hello):
+            return self.welcome
+        self.may_answer.wait(30.0)
+        return m.TransferOpened(message.request_id, message.attempt, (0,), (5 if message.request_id == "a" else 9,), ())
+
+    def closed(self, connection: Connection) -> None:
+        pass
+
+    def tick(self, now_s: float) -> None:
+        pass
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one(prefill: Any) -> None:
-    listener, late = listen("127.0.0.1", 0), threading.Event()
-    welcome = prefill.scheduler.welcome
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        channel = Channel(connection, m.ToDecode, "a prefill worker")
-        channel.receive(30.0)
-        channel.send(welcome)
-        channel.receive(30.0)
-        late.wait(30.0)
-        channel.send(m.TransferOpened("a", 1, (5,)))
-        try:
-            channel.receive(30.0)
-            channel.send(m.TransferOpened("b", 2, (9,)))
-        except TransferError:
-            pass
-        channel.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    sender = m.SenderDescription(rank=-1, cp_size=2, strategy="zigzag")
-    link = DecodeLink("127.0.0.1", listener.getsockname()[1], m.Hello("", welcome.pool, sender), timeout_s=1.0)
+    late = LateDecode(prefill.scheduler.welcome)
+    server = MessageServer(listen("127.0.0.1", 0), m.ToDecode, late, secret="", where="late decode worker")
+    server.start()
+    sender = m.SenderDescription(rank=-1, cp_size=2, strategy="zigzag", instance="test")
+    link = DecodeLink("127.0.0.1", server.port, m.Hello(late.welcome.pool, sender), timeout_s=1.0)
     answers = []
     with pytest.raises(TransferError, match="sent no whole message for 1.0 s"):
         link.ask(m.OpenTransfer("a", 1, 3, 1, (0,), m.Sampling()), m.TransferOpened)
-    late.set()
+    late.may_answer.set()
     try:
         answers.append(link.ask(m.OpenTransfer("b", 2, 3, 1, (0,), m.Sampling()), m.TransferOpened))
     except TransferError:
         pass  # giving the connection up is as good
     finally:
         link.close()
-        thread.join()
-        listener.close()
-    assert answers in ([], [m.TransferOpened("b", 2, (9,))])
+        server.close()
+    assert answers in ([], [m.TransferOpened("b", 2, (0,), (9,), ())])
 
 
 def test_an_interrupted_question_ends_the_connection(prefill: Any, monkeypatch: pytest.MonkeyPatch) -> None:

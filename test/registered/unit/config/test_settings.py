@@ -35,7 +35,7 @@ def check(**changes: object) -> None:
         ({"transfer_timeout_s": 3601.0}, "transfer_timeout_s is 3601.0; it must be from 5 to 3600"),
         ({"transfer_timeout_s": math.nan}, "transfer_timeout_s is nan; it must be from 5 to 3600"),
         ({"cp_strategy": "zig"}, "cp_strategy is 'zig'; it must be one of zigzag, interleave"),
-        ({"transfer": "tcp"}, "transfer is 'tcp'; it must be one of mooncake, inprocess"),
+        ({"transfer": "udp"}, "transfer is 'udp'; it must be one of mooncake, tcp, shm, nixl, inprocess"),
         (
             {"page_size": 0},
             "page_size is 0, which the mooncake back end does not take: one page is one write per pool; use 1 to 1024",

@@ -1,4 +1,4 @@
-"""Arrivals against a set: every position once, from its sender, in this attempt; all of a message or nothing."""
+"""Arrivals against a set: every position once, from its sender; all of a report or nothing; each report once."""
 
 from __future__ import annotations
 
@@ -6,110 +6,136 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.errors import ProtocolError
+from cpkv.errors import ProtocolError, TransferError
 from cpkv.protocol.arrivals import Arrivals
+from cpkv.protocol.messages import PagesSent, PagesTaken
 from cpkv.testing.registration import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="unit")
 
 SENDERS = (2, 0, 1, 2, 0)
-Message = tuple[int, int, list[int]]
-"""attempt, rank, positions"""
+ALL = (0, 1, 2, 3, 4)
+Report = tuple[int, list[int]]
+"""rank, positions"""
 
 
-def fault_of(message: Message, senders: list[int], arrived: set[int]) -> bool:
-    """Whether a message must be refused, by the rule."""
-    attempt, rank, positions = message
-    return (
-        attempt != 1
-        or len(positions) != len(set(positions))
-        or any(not 0 <= at < len(senders) or senders[at] != rank or at in arrived for at in positions)
+def report_of(rank: int, positions: list[int], number: int = 0, digests: tuple[str, ...] = ()) -> PagesSent:
+    return PagesSent("r9", 1, rank, number, tuple(positions), digests)
+
+
+def is_wrong(report: Report, senders: list[int], wanted: set[int], arrived: set[int]) -> bool:
+    """Whether a report must be refused, by the rule."""
+    rank, positions = report
+    return len(positions) != len(set(positions)) or any(
+        not 0 <= at < len(senders) or senders[at] != rank or at not in wanted or at in arrived for at in positions
     )
 
 
 @st.composite
-def senders_and_messages(draw: st.DrawFn) -> tuple[list[int], list[Message]]:
-    """Mostly right messages, so that some requests complete, and any kind of wrong one between them."""
+def senders_and_reports(draw: st.DrawFn) -> tuple[list[int], set[int], list[Report]]:
+    """Mostly right reports, so that some requests complete, and any kind of wrong one between them."""
     senders = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-    right = [
-        (1, rank, [at for at in range(len(senders)) if senders[at] == rank]) for rank in draw(st.permutations(range(4)))
-    ]
-    wrong = st.tuples(
-        st.sampled_from([1, 1, 1, 0, 2]), st.integers(-1, 4), st.lists(st.integers(-2, len(senders)), max_size=4)
-    )
+    wanted = set(range(len(senders))) - draw(st.sets(st.integers(0, 7), max_size=2))
+    right = [(rank, [at for at in sorted(wanted) if senders[at] == rank]) for rank in draw(st.permutations(range(4)))]
+    wrong = st.tuples(st.integers(-1, 4), st.lists(st.integers(-2, len(senders)), max_size=4))
     again = st.sampled_from(right)
-    messages = [*right, *draw(st.lists(again, max_size=3)), *draw(st.lists(wrong, max_size=6))]
-    return senders, draw(st.permutations(messages))
+    reports = [*right, *draw(st.lists(again, max_size=3)), *draw(st.lists(wrong, max_size=6))]
+    return senders, wanted, draw(st.permutations(reports))
 
 
-@given(senders_and_messages())
-def test_any_sequence_of_messages_agrees_with_a_set(case: tuple[list[int], list[Message]]) -> None:
-    """Kinds 11, 33 and 35."""
-    senders, messages = case
-    arrivals = Arrivals("r", 1, senders)
+@given(senders_and_reports())
+def test_any_sequence_of_reports_agrees_with_a_set(case: tuple[list[int], set[int], list[Report]]) -> None:
+    """Kinds 11, 30 and 33: each position once, and what was there before not at all."""
+    senders, wanted, reports = case
+    arrivals = Arrivals("r9", senders, sorted(wanted))
     arrived: set[int] = set()
-    for message in messages:
-        if fault_of(message, senders, arrived):
+    for number, report in enumerate(reports):
+        rank, positions = report
+        message = report_of(rank, positions, number)
+        if is_wrong(report, senders, wanted, arrived):
             with pytest.raises(ProtocolError):
-                arrivals.record(*message)
+                arrivals.take(message, ())
         else:
-            arrivals.record(*message)
-            arrived |= set(message[2])
-        missing = tuple(at for at in range(len(senders)) if at not in arrived)
+            assert arrivals.take(message, ()) == PagesTaken("r9", 1, number)
+            arrived |= set(positions)
+            assert arrivals.take(message, ()) == PagesTaken("r9", 1, number), "a report that comes again"
+        missing = tuple(sorted(wanted - arrived))
         assert arrivals.missing == missing
         if missing:
-            with pytest.raises(ProtocolError, match=f"{len(missing)} of {len(senders)} pages never arrived"):
-                arrivals.check_complete(1)
+            with pytest.raises(ProtocolError, match=f"{len(missing)} of {len(wanted)} pages never arrived"):
+                arrivals.check_complete()
         else:
-            arrivals.check_complete(1)
+            arrivals.check_complete()
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("rank", "positions", "says"),
     [
-        ((1, 2, [0, 3]), "page position 0 was sent twice"),
-        ((1, 1, [2, 2]), "rank 1 names a page position twice in one message"),
-        ((1, 0, [1, 2]), "page position 2 belongs to rank 1 and came from rank 0"),
-        ((1, 0, [1, 5]), "rank 0 sent page position 5 of 5"),
-        ((1, 0, [-1, 1]), "rank 0 sent page position -1 of 5"),
-        ((0, 0, [1, 4]), "a message of attempt 0 came during attempt 1; dropped"),
-        ((2, 0, [1, 4]), "a message of attempt 2 came during attempt 1; dropped"),
+        (2, [0, 3], "page position 0 was sent twice"),
+        (1, [2, 2], "rank 1 names a page position twice in one message"),
+        (0, [1, 2], "page position 2 belongs to rank 1 and came from rank 0"),
+        (0, [1, 5], "rank 0 sent page position 5 of 5"),
+        (0, [-1, 1], "rank 0 sent page position -1 of 5"),
+        (0, [1, 4], "page position 4 was there before it was sent"),
     ],
-    ids=["duplicate", "duplicate inside", "wrong sender", "too far", "no page", "earlier attempt", "later attempt"],
+    ids=["duplicate", "duplicate inside", "wrong sender", "too far", "no page", "not wanted"],
 )
-def test_a_refused_message_names_its_fault_and_leaves_no_trace(message: Message, says: str) -> None:
-    """Kinds 9 and 35: the right positions of a refused message do not count either."""
-    arrivals = Arrivals("r9", 1, SENDERS)
-    arrivals.record(1, 2, [0])
+def test_a_refused_report_names_its_fault_and_leaves_no_trace(rank: int, positions: list[int], says: str) -> None:
+    """Kinds 9 and 30: the right positions of a refused report do not count either."""
+    arrivals = Arrivals("r9", SENDERS, (0, 1, 2, 3))
+    arrivals.take(report_of(2, [0], 0), ())
     with pytest.raises(ProtocolError, match=f"^request r9: {says}$"):
-        arrivals.record(*message)
-    assert arrivals.missing == (1, 2, 3, 4)
-    arrivals.record(1, 2, [3])
-    arrivals.record(1, 0, [4, 1])
-    arrivals.record(1, 1, [2])
-    arrivals.check_complete(1)
-    assert repr(arrivals) == "Arrivals(r9, attempt 1, 5/5)"
+        arrivals.take(report_of(rank, positions, 1), ())
+    assert arrivals.missing == (1, 2, 3)
+    arrivals.take(report_of(2, [3], 2), ())
+    arrivals.take(report_of(0, [1], 3), ())
+    arrivals.take(report_of(1, [2], 4), ())
+    arrivals.check_complete()
+    assert repr(arrivals) == "Arrivals(r9, 4/4)"
 
 
 def test_a_start_with_missing_pages_is_refused_with_the_first_one_and_its_sender() -> None:
-    arrivals = Arrivals("r9", 1, SENDERS)
-    arrivals.record(1, 2, [0])
+    arrivals = Arrivals("r9", SENDERS, ALL)
+    arrivals.take(report_of(2, [0]), ())
     with pytest.raises(
         ProtocolError, match="request r9: 4 of 5 pages never arrived, the first is position 1 of rank 0"
     ):
-        arrivals.check_complete(1)
+        arrivals.check_complete()
 
 
-def test_a_late_finish_of_another_attempt_does_not_start_this_one() -> None:
-    """Kind 35."""
-    arrivals = Arrivals("r9", 3, (0,))
-    arrivals.record(3, 0, [0])
-    with pytest.raises(ProtocolError, match="a message of attempt 2 came during attempt 3"):
-        arrivals.check_complete(2)
+def test_a_report_that_comes_again_counts_once_and_has_one_meaning() -> None:
+    """Kinds 30 and 35: after a reconnection the same report may come again."""
+    arrivals = Arrivals("r9", SENDERS, ALL)
+    answer = arrivals.take(report_of(2, [0], 7), ())
+    assert arrivals.take(report_of(2, [0], 7), ()) == answer
+    with pytest.raises(ProtocolError, match="request r9: rank 2 gave report 7 two meanings"):
+        arrivals.take(report_of(2, [3], 7), ())
+    arrivals.take(report_of(0, [1], 7), ())
+    assert arrivals.missing == (2, 3, 4), "each rank counts its own reports"
+
+
+def test_a_damaged_page_is_asked_for_once_more_and_then_refused_with_both_digests() -> None:
+    arrivals = Arrivals("r9", SENDERS, ALL)
+    first = report_of(0, [1, 4], 0, ("aa", "bb"))
+    assert arrivals.take(first, ("aa", "xx")).damaged == (4,)
+    assert arrivals.missing == (0, 2, 3, 4)
+    assert arrivals.take(first, ("aa", "bb")).damaged == (4,), "what was answered stays answered"
+    with pytest.raises(
+        TransferError, match="request r9: page position 4 of rank 0 left with digest bb and arrived with yy, twice"
+    ):
+        arrivals.take(report_of(0, [4], 1, ("bb",)), ("yy",))
+    assert arrivals.missing == (0, 2, 3, 4)
+    assert arrivals.take(report_of(0, [4], 2, ("bb",)), ("bb",)).damaged == ()
+
+
+def test_digests_for_some_of_the_pages_only_are_refused() -> None:
+    arrivals = Arrivals("r9", SENDERS, ALL)
+    with pytest.raises(ProtocolError, match="rank 0 gives 1 digests for 2 pages"):
+        arrivals.take(report_of(0, [1, 4], 0, ("aa",)), ("aa", "bb"))
 
 
 def test_a_rank_that_owns_nothing_may_say_so() -> None:
     """Kind 21."""
-    arrivals = Arrivals("r9", 1, SENDERS)
-    arrivals.record(1, 3, [])
-    assert arrivals.missing == (0, 1, 2, 3, 4)
+    arrivals = Arrivals("r9", SENDERS, ALL)
+    arrivals.take(report_of(3, []), ())
+    assert arrivals.missing == ALL

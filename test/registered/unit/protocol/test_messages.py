@@ -41,19 +41,30 @@ OTHER = m.PoolDescription(
     transfer="inprocess",
 )
 TO_DECODE = (
-    m.Hello("secret", POOL, m.SenderDescription(rank=-1, cp_size=4, strategy="interleave")),
+    m.Hello(POOL, m.SenderDescription(rank=-1, cp_size=4, strategy="interleave", instance="5f3a")),
     m.OpenTransfer("r1", 2, 4000, 16, (0, 3, 1), m.Sampling(0.7, 0.95, 12)),
-    m.PagesSent("r1", 2, 3, (1, 5), ("ab", "cd")),
+    m.PagesSent("r1", 2, 3, 17, (1, 5), ("ab", "cd")),
     m.FinishTransfer("r1", 2, 154_879),
     m.AbortTransfer("r1", 2, "rank 3 \N{SKULL} failed", writes_may_land=True),
+    m.WritesDrained("r1", 2),
+    m.Heartbeat(),
     m.DecodeStep(("r1", "r2")),
+    m.RowDigest("r1"),
     m.ReleaseRequest("r1"),
 )
 FROM_DECODE = (
-    m.Welcome(POOL, "127.0.0.1:1", (m.MemoryRegion(2**47 - 1, 2**40), m.MemoryRegion(1, 0))),
-    m.TransferOpened("r1", 2, (7, 2, 9)),
+    m.Welcome(POOL, 15.0),
+    m.TransferOpened(
+        "r1",
+        2,
+        (0, 2),
+        (7, 9),
+        (m.TransferTarget("127.0.0.1:1", (m.MemoryRegion(2**47 - 1, 2**40), m.MemoryRegion(1, 0))),),
+    ),
+    m.PagesTaken("r1", 2, 17, (5,)),
     m.TransferComplete("r1", 2),
     m.DecodedTokens((5, 6), (bytes(range(256)), b"")),
+    m.RowDigestIs("ab"),
     m.Done(),
     m.Failed("TransferError", "fact, cause, remedy", "decode worker"),
 )
@@ -66,6 +77,11 @@ def name(message: Any) -> str:
 def test_the_samples_below_are_all_messages_there_are() -> None:
     assert {type(message) for message in TO_DECODE} == set(get_args(m.ToDecode))
     assert {type(message) for message in FROM_DECODE} == set(get_args(m.FromDecode))
+
+
+def test_each_question_has_one_answer() -> None:
+    assert set(m.ANSWER_OF) == set(get_args(m.ToDecode))
+    assert set(m.ANSWER_OF.values()) == set(get_args(m.FromDecode)) - {m.Failed}
 
 
 @pytest.mark.parametrize("message", TO_DECODE + FROM_DECODE, ids=name)

@@ -8,7 +8,6 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from cpkv.protocol.messages import (
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.channel import Channel, connect, listen
 from cpkv.transfer.decode_link import DecodeLink
+from cpkv.transfer.server import Connection, MessageServer
 
 register_cpu_ci(est_time=3, suite="unit")
 
@@ -242,36 +242,42 @@ POOL = PoolDescription(
 )
 
 
+class LateDecode:
+    """Welcomes everybody, and opens transfers only once it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+
+    def answer(self, connection: Connection, message: Any) -> Any:
+        if isinstance(message, Hello):
+            return Welcome(POOL, 15.0)
+        self.may_answer.wait(10)
+        return TransferOpened("r", message.attempt, (0,), (10 * message.attempt,), ())
+
+    def closed(self, connection: Connection) -> None:
+        pass
+
+    def tick(self, now_s: float) -> None:
+        pass
+
+
 def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_question() -> None:
     """Kind 35: pages of attempt 1 would be written in attempt 2."""
-    gave_up = threading.Event()
-
-    def decode_worker(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection, suppress(TransferError):
-            channel = Channel(connection, ToDecode, "the prefill")
-            channel.receive(10)
-            channel.send(Welcome(POOL, "s", ()))
-            for attempt in (1, 2):
-                channel.receive(10)
-                gave_up.wait(10)
-                channel.send(TransferOpened("r", attempt, (10 * attempt,)))
-
-    with listen("127.0.0.1", 0) as listener:
-        worker = threading.Thread(target=decode_worker, args=(listener,))
-        worker.start()
-        sender = SenderDescription(rank=-1, cp_size=4, strategy="zigzag")
-        link = DecodeLink("127.0.0.1", listener.getsockname()[1], Hello("", POOL, sender), timeout_s=1)
-        try:
-            with pytest.raises(TransferError, match="sent no whole message for 1 s"):
-                link.ask(OpenTransfer("r", 1, 4, 1, (0,), Sampling()), TransferOpened)
-            gave_up.set()
-            with pytest.raises(TransferError):
-                link.ask(OpenTransfer("r", 2, 4, 1, (0,), Sampling()), TransferOpened)
-        finally:
-            gave_up.set()
-            link.close()
-            worker.join()
+    decode = LateDecode()
+    server = MessageServer(listen("127.0.0.1", 0), ToDecode, decode, secret="", where="decode worker")
+    server.start()
+    try:
+        sender = SenderDescription(rank=-1, cp_size=4, strategy="zigzag", instance="test")
+        link = DecodeLink("127.0.0.1", server.port, Hello(POOL, sender), timeout_s=1)
+        with pytest.raises(TransferError, match="sent no whole message for 1 s"):
+            link.ask(OpenTransfer("r", 1, 4, 1, (0,), Sampling()), TransferOpened)
+        decode.may_answer.set()
+        with pytest.raises(TransferError, match="connect again"):
+            link.ask(OpenTransfer("r", 2, 4, 1, (0,), Sampling()), TransferOpened)
+        link.close()
+    finally:
+        decode.may_answer.set()
+        server.close()
 
 
 def test_a_send_to_a_peer_that_has_gone_says_so(ends: tuple[socket.socket, Channel]) -> None:
@@ -312,14 +318,16 @@ def test_a_port_in_use_is_refused_and_port_0_takes_a_free_one() -> None:
             listen("127.0.0.1", port)
         assert refused.value.__traceback__ is not None
         assert set(os.listdir("/proc/self/fd")) <= before, "the refused socket is left open"
-        client = connect("127.0.0.1", port, FromDecode, "the server", timeout_s=5)
-        connection, _ = listener.accept()
-        server = Channel(connection, ToDecode, "the client")
-        client.send(FinishTransfer("r", 1, 5))
-        assert server.receive(10) == FinishTransfer("r", 1, 5)
-        server.send(Done())
-        assert client.receive(10) == Done()
-        server.close()
-        with pytest.raises(TransferError, match="the server closed the connection"):
-            client.receive(10)
-        client.close()
+
+
+def test_a_peer_that_reads_nothing_does_not_hold_a_sender_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours, FromDecode, "the peer", send_timeout_s=0.05)
+        channel.send(Done())
+        with pytest.raises(TransferError, match=r"the peer did not read a message in 0.05 s"):
+            channel.send(DecodedTokens((), (bytes(8 << 20),)))
+        # What left of it would make the next message a part of it.
+        for use in (lambda: channel.send(Done()), channel.receive):
+            with pytest.raises(TransferError, match="cannot be used any more: a part of a message may have been sent"):
+                use()
