@@ -304,6 +304,7 @@ class Cluster:
                 secret=self._secret,
                 timeout_s=settings.transfer_timeout_s,
                 workers=self.workers,
+                watched=not self.decode_runs_elsewhere,
             )
         return self._connection
 

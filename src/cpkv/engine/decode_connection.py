@@ -20,10 +20,19 @@ class DecodeConnection:
         secret: shared with it.
         timeout_s: how long an answer may take.
         workers: those that must live.
+        watched: whether the decode worker is one of them; then the end of its connection may be the end of it.
     """
 
     def __init__(
-        self, host: str, port: int, hello: Hello, *, secret: str, timeout_s: float, workers: WorkerSet
+        self,
+        host: str,
+        port: int,
+        hello: Hello,
+        *,
+        secret: str,
+        timeout_s: float,
+        workers: WorkerSet,
+        watched: bool = True,
     ) -> None:
         self._host = host
         self._port = port
@@ -31,6 +40,7 @@ class DecodeConnection:
         self._secret = secret
         self._timeout_s = timeout_s
         self._workers = workers
+        self._watched = watched
         self._link: DecodeLink | None = None
 
     @property
@@ -41,7 +51,12 @@ class DecodeConnection:
     @property
     def lease_s(self) -> float:
         """How long the decode worker believes in a prefill that says nothing."""
-        return self._connected("the handshake").welcome.lease_s
+        doing = "the handshake"
+        try:
+            return self._connected().welcome.lease_s
+        except TransferError:
+            self._look_for_cause(doing)
+            raise
 
     def ask(self, question: Any) -> Any:
         """The answer to a question, of the type that belongs to it.
@@ -52,28 +67,30 @@ class DecodeConnection:
         """
         doing = type(question).__name__
         try:
-            answer: Any = self._connected(doing).ask(question, ANSWER_OF[type(question)])
+            answer: Any = self._connected().ask(question, ANSWER_OF[type(question)])
         except TransferError:
-            if self.lost:
-                self._workers.check_alive_soon(doing)
+            self._look_for_cause(doing)
             raise
         self._workers.check_alive(doing)
         return answer
 
-    def _connected(self, doing: str) -> DecodeLink:
+    def _look_for_cause(self, doing: str) -> None:
+        """Raise the end of a worker in place of the end of a connection; a process ends a moment after its sockets."""
+        if self.lost and self._watched:
+            self._workers.check_alive_soon(doing)
+        else:
+            self._workers.check_alive(doing)
+
+    def _connected(self) -> DecodeLink:
         if self._link is None or self._link.closed:
-            try:
-                self._link = DecodeLink(
-                    self._host,
-                    self._port,
-                    self._hello,
-                    secret=self._secret,
-                    timeout_s=self._timeout_s,
-                    watch=lambda: self._workers.check_alive("a question to the decode worker"),
-                )
-            except TransferError:
-                self._workers.check_alive_soon(doing)
-                raise
+            self._link = DecodeLink(
+                self._host,
+                self._port,
+                self._hello,
+                secret=self._secret,
+                timeout_s=self._timeout_s,
+                watch=lambda: self._workers.check_alive("a question to the decode worker"),
+            )
         return self._link
 
     def close(self) -> None:

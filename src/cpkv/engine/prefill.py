@@ -7,6 +7,7 @@ waiting -> admitted (pages of the whole prompt, announced) -> batches -> last lo
 from __future__ import annotations
 
 import logging
+import queue
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ class PrefillScheduler:
         self._waiting: deque[Request] = deque()
         self._admitted: list[Admitted] = []
         self._sampled: dict[str, int] = {}
+        self._cancelled: queue.SimpleQueue[tuple[str, CpkvError]] = queue.SimpleQueue()
         self._quarantined: set[str] = set()
         self._report = PrefillReport()
         settings = cluster.settings
@@ -113,10 +115,29 @@ class PrefillScheduler:
         self._report.sent_bytes = [self._handover.bytes_of_rank.get(rank, 0) for rank in ranks]
         return self._report
 
+    def cancel(self, request_id: str, error: CpkvError) -> None:
+        """Give a request up, between two batches; of a request that has ended nothing happens. Any thread may call it.
+
+        Args:
+            request_id: of a request that was given to `run`.
+            error: why; `PrefillReport.failures` tells it.
+        """
+        self._cancelled.put((request_id, error))
+
+    def _cancel(self) -> None:
+        """Carry out what `cancel` asked for."""
+        while not self._cancelled.empty():
+            name, error = self._cancelled.get()
+            for request in [request for request in self._waiting if request.request_id == name]:
+                self._waiting.remove(request)
+                self._report.failures[name] = error
+            self._handover.cancel(name, error)
+
     def _run(self) -> None:
         """Batches and transfers until every request has ended."""
         while self._waiting or self._admitted or self._handover.open_requests:
             self._admit()
+            self._cancel()
             started = time.perf_counter()
             if self._admitted:
                 self._run_batch(self._admitted, self._report)

@@ -5,6 +5,7 @@ ConnectDecode -> SenderThread over the open pool -> SendPages, StopPages, ReadNe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from cpkv.engine.commands import ConnectDecode, NewsAre, PagesNews, ReadNews, SendPages, StopPages
@@ -19,6 +20,7 @@ from cpkv.transfer.page_sender import FailedNews, News, PageSender, SendOrder, T
 from cpkv.transfer.report_link import DecodeReportLink
 from cpkv.transfer.sender_thread import SenderThread
 
+LOG = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 5.0
 
 
@@ -76,6 +78,7 @@ class RankTransfers:
         moves = page_moves(
             command.positions, command.pages, command.target_pages, self._placement, target_placement, self._rank
         )
+        LOG.info("request %s: attempt %d: sends %d pages", command.request_id, command.attempt, len(moves))
         thread.order(SendOrder(command.request_id, command.attempt, moves, command.targets))
         return Done()
 

@@ -177,8 +177,11 @@ class Decode:
         return m.Done()
 
     def _arrived_digests(self, report: m.PagesSent) -> list[str]:
+        # Of a late report nothing is known but that it is refused: its positions may not exist here.
         request = self.receiver.requests.get(report.request_id)
         if request is None or not report.digests:
+            return []
+        if (request.instance, request.opened.attempt) != (self._asking.instance, report.attempt):
             return []
         places = [self._memory_of(request.pages[position]) for position in report.positions]
         return [memory.page_digest(local_page) for memory, local_page in places]

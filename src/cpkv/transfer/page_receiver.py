@@ -143,6 +143,7 @@ class PageReceiver:
             return self._finish(message, sender, now)
         if isinstance(message, m.AbortTransfer):
             self._given_up += message.request_id in receiver.requests
+            LOG.info("request %s: attempt %d is aborted: %s", message.request_id, message.attempt, message.cause)
             return receiver.abort(message, sender, now)
         if isinstance(message, m.WritesDrained):
             return receiver.drained(message, sender, now)
@@ -202,7 +203,9 @@ class PageReceiver:
             )
         self.tick(now)
         try:
-            return self._receiver.open(message, sender, now)
+            opened = self._receiver.open(message, sender, now)
+            LOG.info("request %s: attempt %d: %d pages wanted", message.request_id, message.attempt, len(opened.pages))
+            return opened
         except BusyError:
             tokens = message.prompt_tokens + message.max_new_tokens
             needed = -(-tokens // self._pools[0].geometry.page_size)
@@ -213,7 +216,9 @@ class PageReceiver:
     def _finish(self, message: m.FinishTransfer, sender: m.SenderDescription, now: float) -> m.TransferComplete:
         before = self._receiver.arriving
         answer = self._receiver.finish(message, sender, now)
-        self._completed += before - self._receiver.arriving
+        if self._receiver.arriving < before:
+            self._completed += 1
+            LOG.info("request %s: attempt %d: every page has arrived", message.request_id, message.attempt)
         return answer
 
     def _arrived_digests(self, message: m.PagesSent) -> list[str]:

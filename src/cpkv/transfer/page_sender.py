@@ -218,12 +218,16 @@ class PageSender:
         return moved
 
     def heartbeat(self) -> None:
-        """Tell the decode worker that this prefill lives, where there is a connection."""
-        if self._link is not None:
-            try:
-                self._link.heartbeat()
-            except TransferError as error:
-                self._link_lost(error)
+        """Tell the decode worker that this prefill lives, also before its first page.
+
+        Whether that worker is there shows when pages are sent.
+        """
+        try:
+            if self._link is None:
+                self._link = self._connect()
+            self._link.heartbeat()
+        except CpkvError as error:
+            self._link_lost(error)
 
     def close(self, drain_s: float) -> bool:
         """Stop everything, take the pool's memory back from the engine, and close the connection.
@@ -343,7 +347,7 @@ class PageSender:
             self._news.append(TakenNews(job.request_id, job.attempt, arrived, num_bytes))
         job.waiting.extend(move for move in moves if move.position in answer.damaged)
 
-    def _link_lost(self, error: TransferError) -> None:
+    def _link_lost(self, error: CpkvError) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -228,3 +228,26 @@ def test_an_interrupted_prefill_tells_the_decode_worker(start: Callable[..., Gro
     group.decode_allocator.check()
     causes = {message.cause for message in group.decode_log if isinstance(message, AbortTransfer)}
     assert causes == {"the prefill was interrupted"}
+
+
+@pytest.mark.parametrize("moment", ["waiting", "computing", "sending"])
+def test_a_client_that_goes_takes_no_other_with_it(start: Callable[..., Group], monkeypatch: Any, moment: str) -> None:
+    group = start(num_pages=18, debug=False)
+    scheduler = group.scheduler()
+    victim = {"waiting": "c", "computing": "a", "sending": "a"}[moment]
+    honest, batches = PrefillScheduler._run_batch, list[int]()
+
+    def run_batch(self: PrefillScheduler, *arguments: Any) -> None:
+        honest(self, *arguments)
+        batches.append(1)
+        if len(batches) == (2 if moment == "sending" else 1):
+            self.cancel(victim, TransferError("its client went away"))
+
+    monkeypatch.setattr(PrefillScheduler, "_run_batch", run_batch)
+    report = scheduler.run(requests_of(100, 60, 70))
+    assert {name: str(error) for name, error in report.failures.items()} == {victim: "its client went away"}
+    assert set(report.first_tokens) == set("abc") - {victim}
+    group.release(*report.first_tokens)
+    check_whole(scheduler.allocator)
+    eventually(lambda: not group.decode_allocator.quarantined_pages, "nothing is in quarantine")
+    check_whole(group.decode_allocator)

@@ -218,6 +218,17 @@ def test_a_broken_connection_ends_what_is_under_way_and_the_next_order_makes_ano
     assert len(bench.links) == 2 and bench.landed() == (TakenNews("a", 2, (0,), 2 * UNIT),)
 
 
+def test_a_report_whose_connection_broke_is_not_waited_for() -> None:
+    """Whether the decode worker has it, nobody knows: the attempt ends, and no write is under way."""
+    bench = Bench()
+    bench.order((0,))
+    bench.engine.end()
+    bench.step()
+    bench.link.broken = True
+    failed, drained = bench.step()
+    assert isinstance(failed, FailedNews) and drained == DrainedNews("a", 1, False)
+
+
 def test_an_answer_to_another_report_ends_the_connection() -> None:
     """Kind 34: answers are paired by what they say and not by their place alone."""
     bench = Bench()
@@ -241,10 +252,15 @@ def test_without_a_connection_nothing_leaves() -> None:
 
 def test_heartbeats_find_a_broken_connection() -> None:
     bench = Bench()
+    bench.connects = False
     bench.sender.heartbeat()
+    assert bench.sender.take_news() == ()
+    bench.connects = True
+    bench.sender.heartbeat()
+    assert bench.link.beats == 1, "it beats before the first page"
     bench.order((0,))
     bench.sender.heartbeat()
-    assert bench.link.beats == 1
+    assert bench.link.beats == 2
     bench.link.broken = True
     bench.sender.heartbeat()
     assert isinstance(bench.sender.take_news()[0], FailedNews)
