@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu lint planted mutants sim faults clean
+.PHONY: help setup demo test test-full test-gpu lint planted mutants sim fuzz faults clean
 
 EXTRAS ?= engine,mooncake,nixl,dev
 # Where nothing can be installed: make test-gpu PY=python3
@@ -42,6 +42,9 @@ mutants: setup  ## Seeded faults of layout, cache and transfer protocol; at leas
 
 sim: setup  ## 100,000 random schedules of transfers over a hostile network; ARGS="--seed 7 --schedules 1" replays one
 	@$(PY) test/simulate_transfers.py $(ARGS)
+
+fuzz: setup  ## 100,000 malformed and hostile inputs to a control socket
+	@$(PY) test/fuzz_control_socket.py --inputs 100000 $(ARGS)
 
 FAULTS = $(PY) test/inject_faults.py --transfer all --stop-s 20
 faults: setup  ## Kill, stop and cut off workers of every back end, without a model and with the engine (an hour)

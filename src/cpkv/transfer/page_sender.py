@@ -40,7 +40,7 @@ class PageSource(Protocol):
         """The allocations: latent rows, then index keys."""
 
     def page_spans(self, local_page: int) -> Sequence[ByteSpan]:
-        """The bytes of one page in each allocation."""
+        """The bytes of one page in each allocation; page p lies p lengths behind page 0."""
 
     def page_digest(self, local_page: int) -> str:
         """SHA-256 over the bytes of one page."""
@@ -148,7 +148,9 @@ class PageSender:
         self._ended = EndedAttempts()
         self._news: deque[News] = deque()
         self._next_report = 0
-        self._page_bytes = sum(span.length for span in pool.page_spans(0))
+        # One look, since asking for each page costs more than copying a small one.
+        self._first_page = tuple(pool.page_spans(0))
+        self._page_bytes = sum(span.length for span in self._first_page)
         self._part_pages = max(1, part_bytes // self._page_bytes)
         self._regions: list[Region] = []
         try:
@@ -217,6 +219,14 @@ class PageSender:
             moved = True
         return moved
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait as the engine waits best until the oldest write has ended; False at once where none is under way."""
+        oldest = min((transfer_id for job in self._jobs.values() for transfer_id in job.writes), default=None)
+        if oldest is None:
+            return False
+        self._backend.wait(oldest, timeout_s)
+        return True
+
     def heartbeat(self) -> None:
         """Tell the decode worker that this prefill lives, also before its first page.
 
@@ -276,17 +286,14 @@ class PageSender:
                 f"bytes in {len(self._regions)}"
             )
         peer = Peer(target.session_id, tuple(Region(region.address, region.length) for region in target.regions))
-        bases = [region.address for region in target.regions]
         # Region by region, so that neighbouring pages can be merged into one write.
-        runs = [run for region in zip(*(self._runs(move, bases) for move in part), strict=True) for run in region]
+        runs = [
+            Run(span.address + move.source * span.length, region.address + move.target * span.length, span.length)
+            for span, region in zip(self._first_page, target.regions, strict=True)
+            for move in part
+        ]
         digests = tuple(self._pool.page_digest(move.source) for move in part) if self._digest_pages else ()
         job.writes[self._backend.submit(peer, runs)] = (tuple(part), digests)
-
-    def _runs(self, move: PageMove, bases: Sequence[int]) -> list[Run]:
-        return [
-            Run(span.address, base + move.target * span.length, span.length)
-            for span, base in zip(self._pool.page_spans(move.source), bases, strict=True)
-        ]
 
     def _settle_writes(self, job: _Job) -> bool:
         moved = False

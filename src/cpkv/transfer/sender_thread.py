@@ -17,6 +17,8 @@ from cpkv.transfer.page_sender import News, PageSender, SendOrder
 
 LOG = logging.getLogger(__name__)
 BUSY_PAUSE_S = 0.5e-3
+# Orders wait so long at most while the engine writes.
+WRITE_WAIT_S = 5e-3
 # Heartbeats within one lease: two may get lost.
 BEATS_PER_LEASE = 3
 
@@ -100,7 +102,10 @@ class SenderThread:
         moved = False
         while True:
             idle_s = max(0.0, beat_at - time.monotonic())
-            pause_s = 0.0 if moved else min(BUSY_PAUSE_S, idle_s) if self._sender.busy else idle_s
+            if moved or self._sender.wait(min(WRITE_WAIT_S, idle_s)):
+                pause_s = 0.0
+            else:
+                pause_s = min(BUSY_PAUSE_S, idle_s) if self._sender.busy else idle_s
             try:
                 if self._calls.get(timeout=pause_s)() if pause_s > 0 else self._calls.get_nowait()():
                     return
