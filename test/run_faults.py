@@ -66,7 +66,11 @@ def read_faults(path: Path) -> list[Fault]:
 def run_tests(tests: Sequence[str], source: Path) -> subprocess.CompletedProcess[str]:
     """Run tests against the package in `source`, up to the first that fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "CI": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+        "CI": "1",
+    }
     return subprocess.run(
         [*command, *tests],
         cwd=ROOT,

@@ -125,6 +125,7 @@ class Decode:
         except CpkvError as error:
             answer = error
         if foreign is not None:
+            self._fabric.counts["messages of another attempt"] += 1
             if self.receiver.requests.get(question.request_id) is not foreign:
                 raise Fault(f"{foreign.key} was ended by a message of another attempt: {question}")
             if (foreign.arrivals.missing, foreign.first_token) != before:

@@ -290,7 +290,10 @@ class TransferBackend(abc.ABC):
     def _settle(self, lane: _Lane) -> bool:
         moved = False
         for handle, (transfer, runs) in list(lane.in_flight.items()):
-            status = self._check(handle)
+            try:
+                status = self._check(handle)
+            except TransferError as error:
+                status = TransferStatus("failed", str(error))
             if status.cause:
                 self._note_failure(transfer, f"{status.cause} ({_described(runs, transfer.session_id)})")
             if status.state == "pending":

@@ -158,9 +158,11 @@ class Handover:
 
     def _act(self) -> None:
         while actions := self._sender.take_actions():
+            lost = False
             for action in actions:
                 if isinstance(action, AskDecode):
-                    self._ask(action.message)
+                    # After a loss the rest is said again once there is a connection; each try would cost its time.
+                    lost = lost or not self._ask(action.message)
                 elif isinstance(action, SendPositions):
                     self._ranks.send(action, self._opened[action.request_id, action.attempt])
                 elif isinstance(action, StopSending):
@@ -173,7 +175,8 @@ class Handover:
                     self._forget(action.request_id)
                     self._on_end(action.request_id, action.error)
 
-    def _ask(self, question: Any) -> None:
+    def _ask(self, question: Any) -> bool:
+        """Ask and pass the answer on; False when the connection broke."""
         try:
             answer = self._decode.ask(question)
         except WorkerDiedError:
@@ -182,12 +185,13 @@ class Handover:
             if self._decode.lost and isinstance(error, TransferError):
                 self._ask_again_at = time.monotonic() + ASK_AGAIN_S
                 self._sender.decode_lost(error)
-            else:
-                self._sender.refused(question, error, time.monotonic())
-            return
+                return False
+            self._sender.refused(question, error, time.monotonic())
+            return True
         if isinstance(answer, TransferOpened):
             self._opened[answer.request_id, answer.attempt] = answer
         self._sender.answered(question, answer, time.monotonic())
+        return True
 
     def _forget(self, request_id: str) -> None:
         for key in [key for key in self._opened if key[0] == request_id]:

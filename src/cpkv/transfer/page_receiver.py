@@ -25,6 +25,7 @@ from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.runs import Region
 
 LOG = logging.getLogger(__name__)
+STALL_FACTOR = 10
 
 
 def open_target_pool(
@@ -59,7 +60,8 @@ class PageReceiver:
         make_backend: makes a transfer engine; called again after one had to be closed.
         vocab_size: tokens that the model knows.
         lease_s: a prefill that says nothing for so long is taken for dead.
-        progress_s: a transfer that does not move on for so long is given up.
+        progress_s: a quarantine that nobody ends is ended after so long; a transfer that does not move on is given up
+            after ten times that.
         poison: fill pages before they are written, and after they are freed.
         backend: the engine to begin with, where the pools lie in its memory; made here otherwise.
 
@@ -96,7 +98,8 @@ class PageReceiver:
             targets=lambda: self._targets,
             vocab_size=vocab_size,
             lease_s=lease_s,
-            progress_s=progress_s,
+            # A prompt that waits for its turn, or a long chunk, moves no page and is sound: heartbeats vouch for it.
+            progress_s=STALL_FACTOR * progress_s,
         )
 
     @property
