@@ -82,6 +82,9 @@ class DecodeConnection:
             self._workers.check_alive(doing)
 
     def _connected(self) -> DecodeLink:
+        if self._link is not None:
+            # A decode worker that was started anew must not be asked over the connection to its predecessor.
+            self._link.close_if_ended()
         if self._link is None or self._link.closed:
             self._link = DecodeLink(
                 self._host,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import selectors
 import time
 from collections.abc import Callable
@@ -61,6 +62,11 @@ class DecodeLink:
     def closed(self) -> bool:
         """Whether this link can be asked no more."""
         return self._channel.fileno() < 0
+
+    def close_if_ended(self) -> None:
+        """Close a connection that the other end has ended: there is something to read although nothing was asked."""
+        if not self.closed and select.select([self._channel], [], [], 0)[0]:
+            self.close()
 
     def ask(self, question: Any, answer: type[Answer]) -> Answer:
         """Send a message and wait for its answer.

@@ -178,6 +178,8 @@ class PageSender:
         """Begin to send pages; what comes of it is told by news. An empty order does nothing."""
         if not order.moves:
             return
+        # A connection that broke before this order, to a decode worker that is another one by now, must not fail it.
+        self._take_answers()
         key = (order.request_id, order.attempt)
         job = self._jobs.get(key)
         cause = self._ended.cause_of(order.attempt)

@@ -280,6 +280,20 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_questio
         server.close()
 
 
+def test_a_connection_that_the_other_end_has_ended_is_seen_before_the_next_question() -> None:
+    decode = LateDecode()
+    decode.may_answer.set()
+    server = MessageServer(listen("127.0.0.1", 0), ToDecode, decode, secret="", where="decode worker")
+    server.start()
+    sender = SenderDescription(rank=-1, cp_size=4, strategy="zigzag", instance="test")
+    link = DecodeLink("127.0.0.1", server.port, Hello(POOL, sender), timeout_s=5)
+    link.close_if_ended()
+    assert not link.closed
+    server.close()
+    link.close_if_ended()
+    assert link.closed
+
+
 def test_a_send_to_a_peer_that_has_gone_says_so(ends: tuple[socket.socket, Channel]) -> None:
     stranger, channel = ends
     stranger.close()

@@ -266,6 +266,19 @@ def test_heartbeats_find_a_broken_connection() -> None:
     assert isinstance(bench.sender.take_news()[0], FailedNews)
 
 
+def test_a_connection_that_broke_before_an_order_does_not_fail_it() -> None:
+    """Kind 35: a decode worker that was killed and started anew, while nothing was under way."""
+    bench = Bench()
+    bench.sender.heartbeat()
+    bench.link.broken = True
+    stale = bench.link
+    bench.order((0,))
+    assert stale.closed
+    assert bench.sender.take_news() == ()
+    assert bench.engine.runs
+    assert bench.link is not stale
+
+
 @pytest.mark.parametrize(
     ("targets", "says"),
     [
