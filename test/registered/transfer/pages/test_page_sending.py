@@ -16,7 +16,7 @@ from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.mooncake import MooncakeBackend
 
-register_cpu_ci(est_time=9, suite="transfer")
+register_cpu_ci(est_time=20, suite="transfer")
 
 HandOver = Callable[..., list[torch.Tensor]]
 MakeGeometry = Callable[..., PoolGeometry]

@@ -15,7 +15,7 @@ from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.peer_stream import PeerStream
 from cpkv.transfer.server import MessageServer
 
-register_cpu_ci(est_time=8, suite="unit")
+register_cpu_ci(est_time=4, suite="unit")
 
 INPUTS = 2000
 
