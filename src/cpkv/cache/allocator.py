@@ -155,6 +155,16 @@ class PageAllocator:
         self._give_back(pages)
         return tuple(pages)
 
+    def reclaim(self, request_id: str) -> tuple[Page, ...]:
+        """Make a request's pages free, whether it holds them or they are in quarantine.
+
+        Raises:
+            AllocatorError: it has none.
+        """
+        if request_id in self._quarantined:
+            return self.release_quarantine(request_id)
+        return self.free(request_id)
+
     def _give_back(self, pages: list[Page]) -> None:
         for page in pages:
             self._free[self.placement.owner(page)].append(page)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cpkv.engine.cluster import Cluster
 from cpkv.engine.commands import NewsAre, PagesNews, ReadNews, SendPages, StopPages
+from cpkv.engine.worker import WorkerHandle
 from cpkv.protocol.failures import error_of
 from cpkv.protocol.messages import TransferOpened
 from cpkv.protocol.sender import SendPositions, StopSending
@@ -44,12 +45,10 @@ class ClusterRanks:
         self._cluster.workers.call({self._cluster.ranks[order.rank]: command})
 
     def news(self, wait_s: float) -> Sequence[tuple[int, News]]:
-        """What happened at the ranks. Only the first is waited for: all of them are asked at once."""
-        replies: dict[int, NewsAre] = {}
-        by_worker = self._cluster.call_ranks(ReadNews(wait_s))
-        for rank, worker in enumerate(self._cluster.ranks):
-            replies[rank] = by_worker[worker]
-        return [(rank, _news(message)) for rank, reply in replies.items() for message in reply.news]
+        """What happened at the ranks; all of them wait at once."""
+        replies: dict[WorkerHandle, NewsAre] = self._cluster.call_ranks(ReadNews(wait_s))
+        ranks = enumerate(self._cluster.ranks)
+        return [(rank, _news(message)) for rank, worker in ranks for message in replies[worker].news]
 
 
 def _news(message: PagesNews) -> News:

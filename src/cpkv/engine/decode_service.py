@@ -11,7 +11,7 @@ from cpkv.engine.decode_worker import DecodeWorker
 from cpkv.errors import TransferError
 from cpkv.model.checkpoint import prepare_weights
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.transfer.backends import open_backend, why_not
+from cpkv.transfer.backends import open_backend_of, why_not
 
 
 def start_decode_worker(
@@ -47,9 +47,4 @@ def start_decode_worker(
         threads=len(os.sched_getaffinity(0)),
         shuffle_seed=None,
     )
-    return DecodeWorker(
-        start,
-        lambda: open_backend(
-            settings.transfer, settings.host, secret=secret, transfer_timeout_s=settings.transfer_timeout_s
-        ),
-    )
+    return DecodeWorker(start, lambda: open_backend_of(settings, secret))

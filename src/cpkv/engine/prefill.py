@@ -74,7 +74,6 @@ class PrefillScheduler:
         self._admitted: list[Admitted] = []
         self._sampled: dict[str, int] = {}
         self._cancelled: queue.SimpleQueue[tuple[str, CpkvError]] = queue.SimpleQueue()
-        self._quarantined: set[str] = set()
         self._report = PrefillReport()
         settings = cluster.settings
         self._handover = Handover(
@@ -83,7 +82,8 @@ class PrefillScheduler:
             ClusterRanks(cluster, self.allocator.pages_of),
             on_end=self._on_end,
             on_free=self._on_free,
-            on_quarantine=self._on_quarantine,
+            on_taken=self._on_taken,
+            on_quarantine=self.allocator.quarantine,
         )
 
     def run(self, requests: Sequence[Request]) -> PrefillReport:
@@ -101,18 +101,16 @@ class PrefillScheduler:
             check_request(request, self._cluster.shape, self._cluster.settings)
         if len({request.request_id for request in requests}) != len(requests):
             raise PromptError("two requests have one id; give each its own")
-        self._report = PrefillReport()
+        ranks = len(self._cluster.ranks)
+        self._report = PrefillReport(sent_pages=[0] * ranks, sent_bytes=[0] * ranks)
         self._waiting.extend(requests)
         try:
             self._run()
         except BaseException as error:
             cause = error if isinstance(error, CpkvError) else TransferError("the prefill was interrupted")
-            self._handover.abandon(cause, len(self._cluster.ranks))
+            self._handover.abandon(cause, ranks)
             raise
         self.allocator.check()
-        ranks = range(len(self._cluster.ranks))
-        self._report.sent_pages = [self._handover.pages_of_rank.get(rank, 0) for rank in ranks]
-        self._report.sent_bytes = [self._handover.bytes_of_rank.get(rank, 0) for rank in ranks]
         return self._report
 
     def cancel(self, request_id: str, error: CpkvError) -> None:
@@ -140,7 +138,7 @@ class PrefillScheduler:
             self._cancel()
             started = time.perf_counter()
             if self._admitted:
-                self._run_batch(self._admitted, self._report)
+                self._run_batch()
                 self._report.compute_seconds += time.perf_counter() - started
                 self._announce_progress()
                 self._handover.pump()
@@ -190,13 +188,13 @@ class PrefillScheduler:
             elif self._cluster.settings.overlap:
                 self._handover.computed(name, entry.done_tokens // self._cluster.settings.page_size)
 
-    def _run_batch(self, admitted: list[Admitted], report: PrefillReport) -> None:
+    def _run_batch(self) -> None:
         settings = self._cluster.settings
-        pieces, segments, choice = self._next_batch(admitted)
+        pieces, segments, choice = self._next_batch()
         spec = BatchSpec(self._batches, segments, settings.cp_strategy, choice.view)
         replies = self._cluster.call_ranks(RunBatch(spec, self._trace))
         self._batches += 1
-        self._note_batch(spec, choice, list(replies.values()), report)
+        self._note_batch(spec, choice, list(replies.values()))
         dtype = compute_dtype_of(torch_dtype(settings.dtype))
         last_logits = {
             request_id: bytes_tensor(raw, dtype)
@@ -204,13 +202,14 @@ class PrefillScheduler:
             for request_id, raw in reply.last_logits.items()
         }
         for piece in pieces:
-            entry = admitted[piece.request]
+            entry = self._admitted[piece.request]
             entry.done_tokens = piece.end
             if piece.end == entry.total_tokens:
                 entry.last_logits = last_logits[entry.request.request_id]
 
-    def _next_batch(self, admitted: Sequence[Admitted]) -> tuple[tuple[Piece, ...], tuple[Segment, ...], ViewChoice]:
+    def _next_batch(self) -> tuple[tuple[Piece, ...], tuple[Segment, ...], ViewChoice]:
         """The next batch that fits the scratch: requests that came last wait for a later one."""
+        admitted = self._admitted
         progress = [(entry.done_tokens, entry.total_tokens) for entry in admitted]
         pieces = next_batch(progress, self._cluster.settings.chunk_size)
         if self._cluster.settings.kv_view == "current" and pieces[-1].end < progress[pieces[-1].request][1]:
@@ -225,7 +224,7 @@ class PrefillScheduler:
                     raise
                 pieces = pieces[:-1]
 
-    def _note_batch(self, spec: BatchSpec, choice: ViewChoice, replies: list[BatchDone], report: PrefillReport) -> None:
+    def _note_batch(self, spec: BatchSpec, choice: ViewChoice, replies: list[BatchDone]) -> None:
         if (choice.view, choice.reason) != self._last_choice:
             self._last_choice = (choice.view, choice.reason)
             LOG.info("from batch %d on: view %s, since %s", spec.batch_number, choice.view, choice.reason)
@@ -239,7 +238,7 @@ class PrefillScheduler:
             seconds=max(reply.seconds for reply in replies),
             slowest_rank=max(range(len(replies)), key=lambda rank: replies[rank].seconds),
         )
-        report.batches.append(batch)
+        self._report.batches.append(batch)
         LOG.info(
             "batch %d: %d tokens of %d requests, view %s, %d bytes moved and %d held per rank, %.3f s on rank %d",
             spec.batch_number,
@@ -260,6 +259,10 @@ class PrefillScheduler:
         for name in self._handover.closing_requests:
             LOG.warning("request %s: its pages stay in quarantine, a write may still read them", name)
 
+    def _on_taken(self, rank: int, pages: int, num_bytes: int) -> None:
+        self._report.sent_pages[rank] += pages
+        self._report.sent_bytes[rank] += num_bytes
+
     def _on_end(self, request_id: str, error: CpkvError | None) -> None:
         first_token = self._sampled.pop(request_id, None)
         self._admitted[:] = [entry for entry in self._admitted if entry.request.request_id != request_id]
@@ -269,18 +272,8 @@ class PrefillScheduler:
         elif first_token is not None:
             self._report.first_tokens[request_id] = first_token
 
-    def _on_quarantine(self, request_id: str) -> None:
-        self._quarantined.add(request_id)
-        self.allocator.quarantine(request_id)
-
     def _on_free(self, request_id: str) -> None:
-        if request_id in self._quarantined:
-            self._quarantined.remove(request_id)
-            self._poison(self.allocator.release_quarantine(request_id))
-        else:
-            self._poison(self.allocator.free(request_id))
-
-    def _poison(self, pages: tuple[int, ...]) -> None:
+        pages = self.allocator.reclaim(request_id)
         if self._cluster.settings.debug:
             self._cluster.call_ranks(PoisonPages(pages))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from cpkv.config.names import TransferName
+from cpkv.config.settings import EngineSettings
 from cpkv.errors import ConfigError
 from cpkv.transfer.backend import TransferBackend
 
@@ -46,6 +47,11 @@ def open_backend(name: TransferName, host: str, *, secret: str, transfer_timeout
     if name == "inprocess":
         raise ConfigError(_IN_PROCESS)
     assert_never(name)
+
+
+def open_backend_of(settings: EngineSettings, secret: str) -> TransferBackend:
+    """The back end that settings name; see `open_backend`."""
+    return open_backend(settings.transfer, settings.host, secret=secret, transfer_timeout_s=settings.transfer_timeout_s)
 
 
 def why_not(name: TransferName) -> str | None:

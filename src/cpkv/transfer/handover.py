@@ -62,6 +62,7 @@ class Handover:
         on_end: told once per request, with the first cause or None.
         on_free: nobody reads a request's pages any more.
         on_quarantine: a request is over while its pages may still be read; `on_free` follows.
+        on_taken: pages of a rank have arrived: the rank, how many, and their bytes.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Handover:
         *,
         on_end: Callable[[str, CpkvError | None], None],
         on_free: Callable[[str], None],
-        on_quarantine: Callable[[str], None],
+        on_quarantine: Callable[[str], object],
+        on_taken: Callable[[int, int, int], None] = lambda rank, pages, num_bytes: None,
     ) -> None:
         self._sender = sender
         self._decode = decode
@@ -80,10 +82,9 @@ class Handover:
         self._on_end = on_end
         self._on_free = on_free
         self._on_quarantine = on_quarantine
+        self._on_taken = on_taken
         self._opened: dict[tuple[str, int], TransferOpened] = {}
         self._ask_again_at: float | None = None
-        self.pages_of_rank: dict[int, int] = {}
-        self.bytes_of_rank: dict[int, int] = {}
 
     @property
     def open_requests(self) -> tuple[str, ...]:
@@ -148,8 +149,7 @@ class Handover:
 
     def _tell(self, rank: int, news: News) -> None:
         if isinstance(news, TakenNews):
-            self.pages_of_rank[rank] = self.pages_of_rank.get(rank, 0) + len(news.positions)
-            self.bytes_of_rank[rank] = self.bytes_of_rank.get(rank, 0) + news.num_bytes
+            self._on_taken(rank, len(news.positions), news.num_bytes)
             self._sender.taken(rank, news.request_id, news.attempt, news.positions, time.monotonic())
         elif isinstance(news, FailedNews):
             self._sender.rank_failed(rank, news.request_id, news.attempt, news.error)

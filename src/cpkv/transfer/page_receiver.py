@@ -36,12 +36,8 @@ def open_target_pool(
     Raises:
         ConfigError: the memory is not there.
     """
-    rows = geometry.row_format
-    sizes = (
-        local_pages * geometry.num_layers * geometry.page_size * rows.latent_row_bytes,
-        local_pages * geometry.num_slots * geometry.index_block_bytes,
-    )
-    memory = [backend.allocate_target(size) for size in sizes]
+    page_bytes = (geometry.latent_page_bytes, geometry.index_page_bytes)
+    memory = [backend.allocate_target(local_pages * size) for size in page_bytes]
     if memory[0] is None or memory[1] is None:
         return PagePool(geometry, local_pages, poison=poison)
     latent, index = torch.frombuffer(memory[0], dtype=torch.uint8), torch.frombuffer(memory[1], dtype=torch.uint8)
@@ -210,8 +206,7 @@ class PageReceiver:
             LOG.info("request %s: attempt %d: %d pages wanted", message.request_id, message.attempt, len(opened.pages))
             return opened
         except BusyError:
-            tokens = message.prompt_tokens + message.max_new_tokens
-            needed = -(-tokens // self._pools[0].geometry.page_size)
+            needed = self.allocator.placement.pages_for(message.prompt_tokens + message.max_new_tokens)
             if needed <= self.allocator.free_pages + self.allocator.quarantined_pages:
                 self._wants_rebuild = True
             raise

@@ -109,3 +109,12 @@ def test_each_page_is_sent_once_by_its_owner(start: Callable[..., Group], monkey
         assert all(held[position] % RANKS == message.rank for message in sent for position in message.positions)
         finish = [m for m in group.decode_log if isinstance(m, (PagesSent, FinishTransfer)) and m.request_id == name]
         assert isinstance(finish[-1], FinishTransfer)
+
+
+def test_each_run_counts_what_it_sent_itself(start: Callable[..., Group]) -> None:
+    group = start(debug=False)
+    scheduler = group.scheduler()
+    first, second = requests_of(100, 33)
+    counts = [sum(scheduler.run([request]).sent_pages) for request in (first, second)]
+    assert counts == [-(-100 // PAGE), -(-33 // PAGE)]
+    group.release("a", "b")

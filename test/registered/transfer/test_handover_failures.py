@@ -237,13 +237,22 @@ def test_a_client_that_goes_takes_no_other_with_it(start: Callable[..., Group], 
     victim = {"waiting": "c", "computing": "a", "sending": "a"}[moment]
     honest, batches = PrefillScheduler._run_batch, list[int]()
 
+    cancel = PrefillScheduler._cancel
+
     def run_batch(self: PrefillScheduler, *arguments: Any) -> None:
         honest(self, *arguments)
         batches.append(1)
         if len(batches) == (2 if moment == "sending" else 1):
+            # Nothing arrives before it is given up, however fast the engine is.
+            group.fabric.holding = moment == "sending"
             self.cancel(victim, TransferError("its client went away"))
 
+    def release_then(self: PrefillScheduler) -> None:
+        cancel(self)
+        group.fabric.release()
+
     monkeypatch.setattr(PrefillScheduler, "_run_batch", run_batch)
+    monkeypatch.setattr(PrefillScheduler, "_cancel", release_then)
     report = scheduler.run(requests_of(100, 60, 70))
     assert {name: str(error) for name, error in report.failures.items()} == {victim: "its client went away"}
     assert set(report.first_tokens) == set("abc") - {victim}

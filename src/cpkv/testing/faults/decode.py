@@ -13,14 +13,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from cpkv.cache.allocator import PageAllocator
 from cpkv.engine.commands import WorkerReady
 from cpkv.engine.decode_worker import DecodeServer
 from cpkv.errors import CpkvError, NumericsError, ProtocolError
 from cpkv.layout.placement import Page, PagePlacement
-from cpkv.pool.page_pool import POISON_BYTE, PagePool
+from cpkv.pool.page_pool import PagePool
 from cpkv.protocol import messages as m
 from cpkv.protocol.receiver import Incoming
 from cpkv.testing.faults.commands import ReadState, StartSeededDecode, StateIs
@@ -34,7 +32,7 @@ from cpkv.testing.faults.contents import (
 )
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.channel import listen
-from cpkv.transfer.page_receiver import PageReceiver
+from cpkv.transfer.page_receiver import PageReceiver, open_target_pool
 
 LOG = logging.getLogger(__name__)
 VIOLATION = "VIOLATION"
@@ -157,15 +155,16 @@ class SeededDecode:
         placement = PagePlacement(settings.page_size, start.owners)
         self._allocator = WatchedAllocator(start.num_pages, placement, start.shuffle_seed, option="decode_pages")
         self._engines: list[str] = []
-        first: list[TransferBackend] = [make_backend()]
 
         def next_backend() -> TransferBackend:
-            backend = first.pop() if first else make_backend()
+            backend = make_backend()
             self._engines.append(backend.session_id)
             return backend
 
+        first = next_backend()
         local_pages = start.num_pages // start.owners
-        pools = tuple(_pool(settings.page_size, local_pages, first[0]) for _ in range(start.owners))
+        geometry = seeded_geometry(settings.page_size)
+        pools = tuple(open_target_pool(geometry, local_pages, first, poison=True) for _ in range(start.owners))
         self._allocator.pools = pools
         self._receiver = PageReceiver(
             pools,
@@ -175,6 +174,7 @@ class SeededDecode:
             lease_s=settings.lease_s,
             progress_s=settings.transfer_timeout_s,
             poison=True,
+            backend=first,
         )
         self._lock = threading.Lock()
         self._server = DecodeServer(
@@ -216,18 +216,3 @@ class SeededDecode:
         """Stop listening, then end the engine."""
         self._server.close()
         self._receiver.close()
-
-
-def _pool(page_size: int, local_pages: int, backend: TransferBackend) -> PagePool:
-    """A pool in memory that peers can write to, all poison."""
-    geometry = seeded_geometry(page_size)
-    memory = []
-    for num_bytes in (local_pages * geometry.latent_page_bytes, local_pages * geometry.index_page_bytes):
-        target = backend.allocate_target(num_bytes)
-        if target is None:
-            return PagePool(geometry, local_pages, poison=True)
-        memory.append(torch.frombuffer(target, dtype=torch.uint8))
-    latent, index = memory
-    latent.fill_(POISON_BYTE)
-    index.fill_(POISON_BYTE)
-    return PagePool(geometry, local_pages, memory=(latent, index))

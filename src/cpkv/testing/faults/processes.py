@@ -152,14 +152,6 @@ class DecodeHost:
         return close_set(self._set, [self.worker])
 
 
-class RanksAlone:
-    """A worker set for a connection to a decode worker outside of it: when that breaks, no rank need have died."""
-
-    def __init__(self, workers: WorkerSet) -> None:
-        self.check_alive = workers.check_alive
-        self.check_alive_soon = workers.check_alive
-
-
 class WatchedDecode:
     """The scheduler's connection to the decode worker, with every question and answer in the log.
 
@@ -227,7 +219,6 @@ class PrefillGroup:
         self.workers = WorkerSet()
         self.placement = PagePlacement(settings.page_size, settings.cp_size)
         self.allocator = PageAllocator(settings.num_pages, self.placement, shuffle_seed)
-        self._quarantined: set[str] = set()
         self.processes = [stock.take(rank_name(rank)) for rank in range(settings.cp_size)]
         self.ranks: list[WorkerHandle] = list(self.processes)
         for worker in self.processes:
@@ -239,7 +230,8 @@ class PrefillGroup:
             Hello(seeded_description(settings.page_size, settings.transfer), sender),
             secret=secret,
             timeout_s=settings.transfer_timeout_s,
-            workers=cast(WorkerSet, RanksAlone(self.workers)),
+            workers=self.workers,
+            watched=False,
         )
         self.decode = WatchedDecode(self.connection, watch)
         self.handover = Handover(
@@ -282,17 +274,11 @@ class PrefillGroup:
 
     def _on_quarantine(self, request_id: str) -> None:
         LOG.info("request %s: prefill pages in quarantine", request_id)
-        self._quarantined.add(request_id)
         self.allocator.quarantine(request_id)
 
     def _on_free(self, request_id: str) -> None:
         LOG.info("request %s: prefill pages free", request_id)
-        if request_id in self._quarantined:
-            self._quarantined.remove(request_id)
-            pages = self.allocator.release_quarantine(request_id)
-        else:
-            pages = self.allocator.free(request_id)
-        self.call_ranks(PoisonPages(pages))
+        self.call_ranks(PoisonPages(self.allocator.reclaim(request_id)))
 
     def abandon(self, rank: int) -> ProcessWorker:
         """End all but one rank, which is stopped and comes back when nobody counts on it any more."""

@@ -302,3 +302,15 @@ def test_check_names_what_is_wrong_with_the_books(damage: object, says: str) -> 
     damage(allocator)  # type: ignore[operator]
     with pytest.raises(AllocatorError, match=says):
         allocator.check()
+
+
+def test_reclaim_frees_what_is_held_and_what_is_in_quarantine_once() -> None:
+    allocator = PageAllocator(12, PagePlacement(4, 3))
+    held, kept = allocator.allocate("held", 2), allocator.allocate("kept", 3)
+    allocator.quarantine("kept")
+    assert allocator.reclaim("kept") == kept
+    assert allocator.reclaim("held") == held
+    assert allocator.free_pages == allocator.capacity_pages
+    with pytest.raises(AllocatorError, match="request kept holds no pages"):
+        allocator.reclaim("kept")
+    allocator.check()
