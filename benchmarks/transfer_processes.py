@@ -27,6 +27,7 @@ from cpkv.protocol.messages import Hello, PoolDescription, SenderDescription, To
 from cpkv.transfer.backend import Peer, Region, Run, TransferBackend
 from cpkv.transfer.backends import open_backend
 from cpkv.transfer.channel import listen
+from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.page_receiver import PageReceiver, open_target_pool
 from cpkv.transfer.page_sender import FailedNews, PageSender, SendOrder, TakenNews
 from cpkv.transfer.report_link import DecodeReportLink
@@ -188,7 +189,7 @@ class Sender:
             rank,
             self._engine,
             self._pool,
-            lambda: DecodeReportLink(HOST, port, hello(rank), secret=bench.secret, timeout_s=PATIENCE_S),
+            lambda: DecodeReportLink(DecodeLink(HOST, port, hello(rank), secret=bench.secret, timeout_s=PATIENCE_S)),
         )
         self._thread = SenderThread(page_sender, LEASE_S)
 

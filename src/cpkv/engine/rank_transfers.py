@@ -16,6 +16,7 @@ from cpkv.pool.page_pool import PagePool
 from cpkv.protocol.failures import failure_of
 from cpkv.protocol.messages import Done, Hello
 from cpkv.transfer.backend import TransferBackend
+from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.page_sender import FailedNews, News, PageSender, SendOrder, TakenNews
 from cpkv.transfer.report_link import DecodeReportLink
 from cpkv.transfer.sender_thread import SenderThread
@@ -66,7 +67,9 @@ class RankTransfers:
             self._rank,
             self._backend,
             pool,
-            lambda: DecodeReportLink(command.host, command.port, hello, secret=self._secret, timeout_s=self._timeout_s),
+            lambda: DecodeReportLink(
+                DecodeLink(command.host, command.port, hello, secret=self._secret, timeout_s=self._timeout_s)
+            ),
             digest_pages=self._digest_pages,
         )
         self._thread = SenderThread(sender, command.lease_s)

@@ -6,6 +6,7 @@ A socket pair between a scheduler and its own worker needs no seal; over TCP bot
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from typing import Any
@@ -64,6 +65,12 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, for selectors; -1 once closed."""
         return self._connection.fileno()
+
+    def readable(self, timeout_s: float = 0.0) -> bool:
+        """Whether something can be read, or the other end has closed; waits up to `timeout_s` seconds for it."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
 
     def send(self, message: Any) -> None:
         """Send one message.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import selectors
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,6 +27,10 @@ class DecodeLink:
         watch: called while an answer is awaited; what it raises ends the wait.
         timeout_s: how long one answer may take.
 
+    Attributes:
+        welcome: what the decode worker answered to `hello`.
+        channel: the connection itself, for who asks without waiting.
+
     Raises:
         HandshakeError: the secrets, versions or pools differ, or the decode worker refuses.
         TransferError: nobody is there.
@@ -44,7 +46,7 @@ class DecodeLink:
         timeout_s: float = 60.0,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._channel: Channel = connect(
+        self.channel: Channel = connect(
             host, port, FromDecode, "the decode worker", secret=secret, timeout_s=min(timeout_s, 8.0)
         )
         self._timeout_s = timeout_s
@@ -61,11 +63,11 @@ class DecodeLink:
     @property
     def closed(self) -> bool:
         """Whether this link can be asked no more."""
-        return self._channel.fileno() < 0
+        return self.channel.fileno() < 0
 
     def close_if_ended(self) -> None:
         """Close a connection that the other end has ended: there is something to read although nothing was asked."""
-        if not self.closed and select.select([self._channel], [], [], 0)[0]:
+        if not self.closed and self.channel.readable():
             self.close()
 
     def ask(self, question: Any, answer: type[Answer]) -> Answer:
@@ -79,8 +81,8 @@ class DecodeLink:
         if self.closed:
             raise TransferError("the connection to the decode worker was closed after an error; connect again")
         try:
-            self._channel.send(question)
-            reply = self._channel.receive(self._wait())
+            self.channel.send(question)
+            reply = self.channel.receive(self._wait())
         except BaseException:
             # The answer may still come, and would be taken for that of the next question.
             self.close()
@@ -94,14 +96,12 @@ class DecodeLink:
     def _wait(self) -> float:
         """Wait until an answer begins to arrive, watching meanwhile; what is left of the time."""
         deadline = time.monotonic() + self._timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            while not selector.select(min(WATCH_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
-                self._watch()
-                if time.monotonic() > deadline:
-                    raise TransferError(f"{self._channel.peer} sent no whole message for {self._timeout_s} s")
+        while not self.channel.readable(min(WATCH_INTERVAL_S, max(0.0, deadline - time.monotonic()))):
+            self._watch()
+            if time.monotonic() > deadline:
+                raise TransferError(f"{self.channel.peer} sent no whole message for {self._timeout_s} s")
         return max(deadline - time.monotonic(), WATCH_INTERVAL_S)
 
     def close(self) -> None:
         """Close the connection."""
-        self._channel.close()
+        self.channel.close()

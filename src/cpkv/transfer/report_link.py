@@ -6,14 +6,13 @@ heartbeat           ->   |          |   -> Done, which is dropped
 
 from __future__ import annotations
 
-import select
 from collections import deque
 from typing import Protocol
 
-from cpkv.errors import CpkvError, HandshakeError, ProtocolError, TransferError
+from cpkv.errors import CpkvError, ProtocolError
 from cpkv.protocol.failures import error_of
-from cpkv.protocol.messages import Done, Failed, FromDecode, Heartbeat, Hello, PagesSent, PagesTaken, Welcome
-from cpkv.transfer.channel import Channel, connect
+from cpkv.protocol.messages import Done, Failed, Heartbeat, PagesSent, PagesTaken
+from cpkv.transfer.decode_link import DecodeLink
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -38,35 +37,12 @@ class DecodeReportLink:
     """A connection that has passed the handshake.
 
     Args:
-        host: where the decode worker listens.
-        port: its port.
-        hello: what this side's pages are, and which rank this is.
-        secret: shared by the workers.
-        timeout_s: for the handshake.
-
-    Raises:
-        HandshakeError: the pools differ, or the decode worker refuses.
-        TransferError: nobody is there.
+        link: to the decode worker; asked no more, and closed with this.
     """
 
-    def __init__(self, host: str, port: int, hello: Hello, *, secret: str, timeout_s: float) -> None:
-        self._channel: Channel = connect(
-            host, port, FromDecode, "the decode worker", secret=secret, timeout_s=min(timeout_s, ANSWER_TIMEOUT_S)
-        )
+    def __init__(self, link: DecodeLink) -> None:
+        self._channel = link.channel
         self._asked: deque[PagesSent | Heartbeat] = deque()
-        try:
-            self._channel.send(hello)
-            welcome = self._channel.receive(timeout_s)
-        except TransferError as error:
-            self.close()
-            raise HandshakeError(f"the handshake with the decode worker at {host}:{port} failed: {error}") from error
-        if isinstance(welcome, Failed):
-            self.close()
-            raise error_of(welcome)
-        if not isinstance(welcome, Welcome):
-            self.close()
-            raise ProtocolError(f"the decode worker at {host}:{port} answered {type(welcome).__name__} to Hello")
-        self.lease_s = welcome.lease_s
 
     def post(self, report: PagesSent) -> None:
         """Send a report.
@@ -93,7 +69,7 @@ class DecodeReportLink:
             TransferError: the decode worker is gone, or answered something else.
         """
         answers: list[tuple[PagesSent, PagesTaken | CpkvError]] = []
-        while select.select([self._channel], [], [], 0)[0]:
+        while self._channel.readable():
             answer = self._channel.receive(ANSWER_TIMEOUT_S)
             if not self._asked:
                 raise ProtocolError(f"the decode worker sent {type(answer).__name__} without being asked")

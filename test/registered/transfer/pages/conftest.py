@@ -176,7 +176,7 @@ class Prefill:
         return m.Hello(describe(self.geometry, self.decode.backend.name), sender)
 
     def _report_link(self, rank: int) -> DecodeReportLink:
-        return DecodeReportLink("127.0.0.1", self.decode.port, self._hello(rank), secret="", timeout_s=10.0)
+        return DecodeReportLink(self._connect(self.decode, rank))
 
     def _connect(self, decode: Decode, rank: int) -> DecodeLink:
         return DecodeLink("127.0.0.1", decode.port, self._hello(rank))

@@ -201,7 +201,7 @@ def test_an_interrupted_question_ends_the_connection(prefill: Any, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(link._channel, "receive", interrupt)
+        patch.setattr(link.channel, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prefill.open("a")
     with pytest.raises(TransferError):
