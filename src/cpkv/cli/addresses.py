@@ -49,3 +49,13 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"{flag} is {text!r}; write it as HOST:PORT, as it was printed where that runs")
     return host, int(port)
+
+
+def check_port(port: int, flag: str) -> None:
+    """Refuse what is no port to listen on.
+
+    Raises:
+        ConfigError: with the range.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{flag} is {port}; give 1 to 65535, or 0 to take a free one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cpkv.cli import demo_flags as flags
-from cpkv.cli.addresses import parse_address, read_secret
+from cpkv.cli.addresses import check_port, parse_address, read_secret
+from cpkv.cli.end_signals import end_signals
 from cpkv.config.debug import debug_requested
-from cpkv.config.names import IndexDtype, LatentDtype, TransferName, WeightDtype
 from cpkv.config.settings import EngineSettings, check_settings
 from cpkv.errors import ConfigError
 
@@ -60,45 +61,29 @@ def decode(
 
     Examples:  cpkv decode --model FOLDER --port 7500  |  cpkv demo --model FOLDER --decode-at 127.0.0.1:7500
     """
-    settings = decode_settings(
-        dtype, index_dtype or dtype, latent_dtype, page_size, transfer, host, debug=debug_requested(os.environ)
-    )
-    secret = read_secret(secret_file, os.environ)
-    _check(settings, secret, port, num_pages, drain_seconds)
-    at = None if registry is None else parse_address(registry, "--registry")
-    serve(model, settings, secret, num_pages, port, name, at, metrics_port, drain_seconds)
-
-
-def decode_settings(
-    dtype: WeightDtype,
-    index_dtype: IndexDtype,
-    latent_dtype: LatentDtype | None,
-    page_size: int,
-    transfer: TransferName,
-    host: str,
-    *,
-    debug: bool,
-) -> EngineSettings:
-    """Settings of a decode worker; what concerns prefill keeps its defaults."""
-    return EngineSettings(
-        num_pages=2,
+    settings = EngineSettings(
+        num_pages=2,  # of a prefill pool, which there is not
         dtype=dtype,
-        index_dtype=index_dtype,
+        index_dtype=index_dtype or dtype,
         latent_dtype=latent_dtype,
         page_size=page_size,
         transfer=transfer,
         host=host,
-        debug=debug,
+        debug=debug_requested(os.environ),
     )
+    secret = read_secret(secret_file, os.environ)
+    _check(settings, secret, num_pages, drain_seconds)
+    check_port(port, "--port")
+    check_port(metrics_port or 0, "--metrics-port")
+    at = None if registry is None else parse_address(registry, "--registry")
+    serve(model, settings, secret, num_pages, port, name, at, metrics_port, drain_seconds)
 
 
-def _check(settings: EngineSettings, secret: str, port: int, num_pages: int, drain_seconds: float) -> None:
+def _check(settings: EngineSettings, secret: str, num_pages: int, drain_seconds: float) -> None:
     from cpkv.protocol.sealing import check_secret
 
     check_settings(settings)
     check_secret(settings.host, secret)
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port is {port}; give 1 to 65535, or 0 to take a free one")
     if num_pages < 2:
         raise ConfigError(f"--num-pages is {num_pages}; give 2 or more, of which one is the trash page")
     if not 0 <= drain_seconds <= 3600:
@@ -125,36 +110,27 @@ def serve(
     from cpkv.engine.metrics_server import MetricsServer
 
     logging.getLogger("cpkv").setLevel(logging.INFO)
-    ends = {signal.SIGTERM, signal.SIGINT}
-    # Blocked before other threads start, so that it is this one that takes them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    worker: DecodeWorker | None = None
-    client: RegistryClient | None = None
-    metrics: MetricsServer | None = None
-    try:
-        with tempfile.TemporaryDirectory(prefix="cpkv-decode-") as workspace:
-            worker = start_decode_worker(model, Path(workspace), settings, secret, num_pages=num_pages, port=port)
-            bound = worker.ready().port
-            if metrics_port is not None:
-                metrics = MetricsServer(settings.host, metrics_port, worker.metrics)
-                print(f"metrics at http://{settings.host}:{metrics.port}/metrics", flush=True)
-            if registry is not None:
-                client = _register(registry, name, worker, settings.host, bound, secret)
-            print(f"decode worker listens on {settings.host}:{bound}", flush=True)
-            number = signal.sigwait(ends)
-            LOG.info("%s: no request is taken any more, %d are open", signal.Signals(number).name, worker.open_requests)
-            worker.stop_admitting("the decode worker is about to end; send it to another one")
-            if client is not None:
-                client.drain()
-            _drain(worker, drain_seconds, ends)
-    finally:
+    with end_signals() as ends, contextlib.ExitStack() as stack:
+        workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cpkv-decode-")))
+        worker = start_decode_worker(model, workspace, settings, secret, num_pages=num_pages, port=port)
+        stack.callback(worker.close)
+        bound = worker.ready().port
+        if metrics_port is not None:
+            metrics = stack.enter_context(
+                contextlib.closing(MetricsServer(settings.host, metrics_port, worker.metrics))
+            )
+            print(f"metrics at http://{settings.host}:{metrics.port}/metrics", flush=True)
+        client: RegistryClient | None = None
+        if registry is not None:
+            client = _register(registry, name, worker, settings.host, bound, secret)
+            stack.callback(client.close)
+        print(f"decode worker listens on {settings.host}:{bound}", flush=True)
+        number = signal.sigwait(ends)
+        LOG.info("%s: no request is taken any more, %d are open", signal.Signals(number).name, worker.open_requests)
+        worker.stop_admitting("the decode worker is about to end; send it to another one")
         if client is not None:
-            client.close()
-        if metrics is not None:
-            metrics.close()
-        if worker is not None:
-            worker.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            client.drain()
+        _drain(worker, drain_seconds, ends)
 
 
 def _register(

@@ -23,7 +23,7 @@ from cpkv.engine.commands import Trace
 from cpkv.engine.generation import GenerationResult, generate
 from cpkv.engine.request import check_request
 from cpkv.engine.trace_files import read_trace
-from cpkv.errors import ConfigError, TransferError
+from cpkv.errors import ConfigError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.pool_geometry import local_pages
 from cpkv.model.checkpoint import read_config
@@ -73,7 +73,7 @@ def run_demo(options: DemoOptions, secret: str, workspace: Path, progress: Progr
         want_choices=options.dtype == "float32" and inputs.model != "recall" and remote is None,
     )
     trace = traced if traced.want_logits or traced.want_choices else None
-    progress(f"starting {options.cp_size} prefill ranks and a decode worker ({options.transfer})")
+    progress(f"starting {options.cp_size} prefill ranks{'' if remote else ' and a decode worker'} ({options.transfer})")
     with Cluster(
         settings,
         inputs.checkpoint,
@@ -113,18 +113,15 @@ def find_decode_worker(options: DemoOptions, secret: str) -> RemoteDecode | None
     """The decode worker elsewhere that options name; None where this run starts its own.
 
     Raises:
-        TransferError: the registry cannot be reached, or no decode worker is registered there.
+        TransferError: the registry cannot be reached, or no decode worker there takes requests.
     """
     if options.decode_at is not None:
         return RemoteDecode(*parse_address(options.decode_at, "--decode-at"), secret)
     if options.registry is None:
         return None
     with closing(RegistryClient(*parse_address(options.registry, "--registry"), secret=secret)) as client:
-        workers = client.wait_for("decode", 1, FIND_TIMEOUT_S)
-    taking = [worker for worker in workers if not worker.draining]
-    if not taking:
-        raise TransferError(f"every decode worker at the registry {options.registry} is draining; start another")
-    return RemoteDecode(taking[0].host, taking[0].port, secret)
+        worker = client.wait_for("decode", 1, FIND_TIMEOUT_S)[0]
+    return RemoteDecode(worker.host, worker.port, secret)
 
 
 def _check_inputs(settings: EngineSettings, inputs: DemoInputs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cpkv.cli.addresses import SECRET_VARIABLE, parse_address, read_secret
+from cpkv.cli.addresses import SECRET_VARIABLE, check_port, parse_address, read_secret
+from cpkv.cli.end_signals import end_signals
 from cpkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,26 +66,16 @@ def serve(host: str, port: int, secret: str, lease_s: float) -> None:
     """
     from cpkv.transfer.registry import RegistryServer
 
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port is {port}; give 1 to 65535, or 0 to take a free one")
+    check_port(port, "--port")
     # Who joins and leaves is what this command is run for, not only with --verbose.
     logging.getLogger("cpkv").setLevel(logging.INFO)
-    ends = {signal.SIGTERM, signal.SIGINT}
-    # Blocked before the server's thread starts, so that it is this thread that takes them, and no handler runs.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    try:
-        server = RegistryServer(host, port, secret=secret, lease_s=lease_s)
-        try:
-            server.start()
-            print(f"registry listens on {server.host}:{server.port}", flush=True)
-            signal.sigwait(ends)
-        finally:
-            server.close()
-    finally:
-        # A second signal must not turn a clean end into another status.
-        while signal.sigtimedwait(ends, 0) is not None:
-            pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with (
+        end_signals() as ends,
+        contextlib.closing(RegistryServer(host, port, secret=secret, lease_s=lease_s)) as server,
+    ):
+        server.start()
+        print(f"registry listens on {server.host}:{server.port}", flush=True)
+        signal.sigwait(ends)
 
 
 def print_workers(host: str, port: int, secret: str, as_json: bool) -> None:

@@ -170,6 +170,7 @@ def test_what_does_not_end_in_time_is_cut_off(decode: Callable[..., Running], he
         (("--host", "0.0.0.0"), "secret"),
         (("--num-pages", "1"), "--num-pages is 1; give 2 or more"),
         (("--port", "70000"), "--port is 70000; give 1 to 65535, or 0 to take a free one"),
+        (("--metrics-port", "-1"), "--metrics-port is -1; give 1 to 65535, or 0 to take a free one"),
         (("--registry", "nowhere"), "--registry is 'nowhere'; write it as HOST:PORT"),
     ],
 )
