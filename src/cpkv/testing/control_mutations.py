@@ -10,25 +10,12 @@ import msgspec
 
 from cpkv.protocol import messages as m
 from cpkv.protocol.frames import LENGTH
+from cpkv.testing.sample_pool import SAMPLE_POOL
 
 # Lengths and counts at which a reader may go wrong.
 EDGES = (0, 1, 31, 32, 63, 64 << 10, (64 << 10) + 1, m.MAX_FRAME_BYTES, m.MAX_FRAME_BYTES + 1, 2**31, 2**32 - 1)
 # Headers of msgpack that promise more items or bytes than follow: arrays, maps, texts, binaries, extensions.
 PROMISES = (b"\xdc", b"\xdd", b"\xde", b"\xdf", b"\xda", b"\xdb", b"\xc5", b"\xc6", b"\xc8", b"\xc9")
-POOL = m.PoolDescription(
-    protocol_version=1,
-    model="m",
-    num_layers=2,
-    index_slots=(0, -1),
-    page_size=4,
-    latent_row_bytes=8,
-    index_row_bytes=8,
-    latent_dtype="float32",
-    index_dtype="float32",
-    norm_eps=1e-5,
-    latent_norm_eps=1e-6,
-    transfer="inprocess",
-)
 
 
 def message(draw: random.Random, request_id: str) -> Any:
@@ -37,7 +24,7 @@ def message(draw: random.Random, request_id: str) -> Any:
     kind = draw.choice(get_args(m.ToDecode))
     if kind is m.Hello:
         return m.Hello(
-            POOL, m.SenderDescription(rank=draw.randrange(-1, 8), cp_size=8, strategy="zigzag", instance="fuzz")
+            SAMPLE_POOL, m.SenderDescription(rank=draw.randrange(-1, 8), cp_size=8, strategy="zigzag", instance="fuzz")
         )
     made: dict[type, Callable[[], Any]] = {
         m.OpenTransfer: lambda: m.OpenTransfer(request_id, draw.getrandbits(63), 4, 1, numbers, m.Sampling()),

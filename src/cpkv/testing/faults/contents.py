@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from cpkv.engine.pool_description import describe_geometry
 from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.layout.row_format import RowFormat
 from cpkv.pool.page_pool import POISON_BYTE, PagePool
-from cpkv.protocol.messages import PROTOCOL_VERSION, PoolDescription
+from cpkv.protocol.messages import PoolDescription
 
 # Latent and index parts differ in size, so that nothing can be right with the offsets of the other.
 ROW_FORMAT = RowFormat("float32", kv_lora_rank=184, rope_dim=8, index_dtype="float32", index_dim=64)
@@ -25,20 +26,8 @@ def seeded_geometry(page_size: int) -> PoolGeometry:
 
 def seeded_description(page_size: int, transfer: str) -> PoolDescription:
     """What both ends say about such pages."""
-    return PoolDescription(
-        protocol_version=PROTOCOL_VERSION,
-        model="seeded pages",
-        num_layers=len(SLOTS),
-        index_slots=SLOTS,
-        page_size=page_size,
-        latent_row_bytes=ROW_FORMAT.latent_row_bytes,
-        index_row_bytes=ROW_FORMAT.index_row_bytes,
-        latent_dtype="float32",
-        index_dtype="float32",
-        norm_eps=1e-6,
-        latent_norm_eps=1e-6,
-        transfer=transfer,
-    )
+    geometry = seeded_geometry(page_size)
+    return describe_geometry("seeded pages", geometry, transfer, norm_eps=1e-6, latent_norm_eps=1e-6)
 
 
 def content_seed(run_seed: int, request_id: str, attempt: int, instance: str) -> int:

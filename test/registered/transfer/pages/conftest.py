@@ -18,6 +18,7 @@ import torch
 
 from cpkv.cache.allocator import PageAllocator
 from cpkv.engine.decode_worker import DecodeServer
+from cpkv.engine.pool_description import describe_geometry
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
 from cpkv.layout.pool_geometry import PoolGeometry, index_slots, local_pages
@@ -50,21 +51,7 @@ GEOMETRY = geometry_of(4, (True, False, True), "fp8")
 
 
 def describe(geometry: PoolGeometry, transfer: str) -> m.PoolDescription:
-    row_format = geometry.row_format
-    return m.PoolDescription(
-        protocol_version=m.PROTOCOL_VERSION,
-        model="none",
-        num_layers=geometry.num_layers,
-        index_slots=geometry.slots,
-        page_size=geometry.page_size,
-        latent_row_bytes=row_format.latent_row_bytes,
-        index_row_bytes=row_format.index_row_bytes,
-        latent_dtype=row_format.latent_dtype,
-        index_dtype=row_format.index_dtype,
-        norm_eps=1e-5,
-        latent_norm_eps=1e-6,
-        transfer=transfer,
-    )
+    return describe_geometry("none", geometry, transfer, norm_eps=1e-5, latent_norm_eps=1e-6)
 
 
 class SendReport(NamedTuple):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,32 +12,15 @@ from typer.testing import CliRunner
 
 from cpkv.checks import machine
 from cpkv.checks.result import Check, CheckResult
-from cpkv.cli.main import make_app, run
+from cpkv.cli.main import make_app
 from cpkv.testing.ports import closed_port, taken_port
 from cpkv.testing.registration import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="unit")
 
+COLUMNS = 160
 # Frozen: a flag that is added, renamed or dropped, or another default, is a change of the command that people use.
 FLAGS: dict[str, Any] = {"host": None, "transfer": None, "port": None, "json_output": False}
-
-
-@pytest.fixture
-def cpkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """The whole command, in this process: (status, stdout, stderr)."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("TERM", "dumb")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cpkv", *words])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    yield call
-    signal.signal(signal.SIGTERM, before)
 
 
 def test_flags_and_their_defaults() -> None:

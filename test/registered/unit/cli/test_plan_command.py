@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cpkv.cache.capacity_planner import CapacityPlanner
-from cpkv.cli.main import make_app, run
+from cpkv.cli.main import make_app
 from cpkv.cli.sizes import parse_bytes, parse_tokens, show_bytes, show_tokens
 from cpkv.config.settings import EngineSettings
 from cpkv.errors import ConfigError
@@ -43,24 +41,6 @@ FLAGS: dict[str, Any] = {
     "json_output": False,
 }
 SMALL = ("--kv-memory", "2GiB", "--context", "16K")
-
-
-@pytest.fixture
-def cpkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """The whole command, in this process: (status, stdout, stderr)."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERM", "dumb")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cpkv", *words])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    yield call
-    signal.signal(signal.SIGTERM, before)
 
 
 def test_flags_and_their_defaults() -> None:

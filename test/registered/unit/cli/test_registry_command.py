@@ -19,7 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cpkv.cli.addresses import MAX_SECRET_BYTES, parse_address, read_secret
-from cpkv.cli.main import make_app, run
+from cpkv.cli.main import make_app
 from cpkv.errors import ConfigError
 from cpkv.protocol.directory import Lease, WorkerRecord
 from cpkv.protocol.registry_messages import FromRegistry, RegisterWorker
@@ -51,25 +51,6 @@ from cpkv.cli.main import run
 sys.argv = ["cpkv", *sys.argv[1:]]
 run()
 """
-
-
-@pytest.fixture
-def cpkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """The whole command, in this process: (status, stdout, stderr)."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.delenv("CPKV_SECRET", raising=False)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cpkv", *words])
-        with pytest.raises(SystemExit) as ended:
-            run()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    yield call
-    signal.signal(signal.SIGTERM, before)
 
 
 class RunningRegistry:

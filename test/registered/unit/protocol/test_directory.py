@@ -21,7 +21,7 @@ from cpkv.protocol.directory import (
     WorkerRecord,
     check_record,
 )
-from cpkv.protocol.messages import PROTOCOL_VERSION, Done, Failed, PoolDescription
+from cpkv.protocol.messages import Done, Failed, PoolDescription
 from cpkv.protocol.registry_messages import (
     FromRegistry,
     LeaveRegistry,
@@ -33,6 +33,7 @@ from cpkv.protocol.registry_messages import (
     Workers,
 )
 from cpkv.testing.registration import register_cpu_ci
+from cpkv.testing.sample_pool import SAMPLE_POOL
 
 register_cpu_ci(est_time=3, suite="unit")
 
@@ -48,20 +49,7 @@ def record(name: str = "a", instance: str = "first", **fields: Any) -> WorkerRec
 
 
 def pool(model: str = "glm5") -> PoolDescription:
-    return PoolDescription(
-        protocol_version=PROTOCOL_VERSION,
-        model=model,
-        num_layers=78,
-        index_slots=tuple(range(21)),
-        page_size=64,
-        latent_row_bytes=656,
-        index_row_bytes=132,
-        latent_dtype="fp8",
-        index_dtype="fp8",
-        norm_eps=1e-5,
-        latent_norm_eps=1e-6,
-        transfer="tcp",
-    )
+    return msgspec.structs.replace(SAMPLE_POOL, model=model)
 
 
 class DirectoryMachine(RuleBasedStateMachine):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from cpkv.protocol.directory import WorkerRecord
-from cpkv.protocol.messages import PROTOCOL_VERSION, Done, PoolDescription
+from cpkv.protocol.messages import Done
 from cpkv.protocol.registry_messages import FromRegistry, ToRegistry
+from cpkv.testing.sample_pool import SAMPLE_POOL
 from cpkv.transfer.channel import Channel, connect, listen
 from cpkv.transfer.registry import RegistryServer, draw_instance
 from cpkv.transfer.registry_client import RegistryClient
@@ -19,20 +20,6 @@ from cpkv.transfer.server import Connection, MessageServer
 
 SECRET = "a secret of this test"
 LONG_S = 15.0
-POOL = PoolDescription(
-    protocol_version=PROTOCOL_VERSION,
-    model="glm5",
-    num_layers=3,
-    index_slots=(0, 1),
-    page_size=64,
-    latent_row_bytes=656,
-    index_row_bytes=132,
-    latent_dtype="fp8",
-    index_dtype="fp8",
-    norm_eps=1e-5,
-    latent_norm_eps=1e-6,
-    transfer="tcp",
-)
 
 
 class Clock:
@@ -46,7 +33,7 @@ class Clock:
 
 
 def record(name: str, **fields: Any) -> WorkerRecord:
-    values: dict[str, Any] = {"role": "decode", "host": "127.0.0.1", "port": 7000, "pool": POOL, **fields}
+    values: dict[str, Any] = {"role": "decode", "host": "127.0.0.1", "port": 7000, "pool": SAMPLE_POOL, **fields}
     return WorkerRecord(name=name, instance=values.pop("instance", None) or draw_instance(), **values)
 
 

@@ -27,7 +27,6 @@ from cpkv.protocol.messages import (
     Hello,
     OpenTransfer,
     PagesSent,
-    PoolDescription,
     Sampling,
     SenderDescription,
     ToDecode,
@@ -35,6 +34,7 @@ from cpkv.protocol.messages import (
     Welcome,
 )
 from cpkv.testing.registration import register_cpu_ci
+from cpkv.testing.sample_pool import SAMPLE_POOL
 from cpkv.transfer.channel import Channel, connect, listen
 from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.server import Connection, MessageServer
@@ -226,22 +226,6 @@ def test_a_channel_that_ran_out_of_time_inside_a_frame_does_not_read_on_in_its_m
         channel.receive(10)
 
 
-POOL = PoolDescription(
-    protocol_version=1,
-    model="m",
-    num_layers=1,
-    index_slots=(0,),
-    page_size=4,
-    latent_row_bytes=8,
-    index_row_bytes=8,
-    latent_dtype="float32",
-    index_dtype="float32",
-    norm_eps=1e-5,
-    latent_norm_eps=1e-6,
-    transfer="inprocess",
-)
-
-
 class LateDecode:
     """Welcomes everybody, and opens transfers only once it may."""
 
@@ -250,7 +234,7 @@ class LateDecode:
 
     def answer(self, connection: Connection, message: Any) -> Any:
         if isinstance(message, Hello):
-            return Welcome(POOL, 15.0)
+            return Welcome(SAMPLE_POOL, 15.0)
         self.may_answer.wait(10)
         return TransferOpened("r", message.attempt, (0,), (10 * message.attempt,), ())
 
@@ -268,7 +252,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_that_of_the_next_questio
     server.start()
     try:
         sender = SenderDescription(rank=-1, cp_size=4, strategy="zigzag", instance="test")
-        link = DecodeLink("127.0.0.1", server.port, Hello(POOL, sender), timeout_s=1)
+        link = DecodeLink("127.0.0.1", server.port, Hello(SAMPLE_POOL, sender), timeout_s=1)
         with pytest.raises(TransferError, match="sent no whole message for 1 s"):
             link.ask(OpenTransfer("r", 1, 4, 1, (0,), Sampling()), TransferOpened)
         decode.may_answer.set()
@@ -286,7 +270,7 @@ def test_a_connection_that_the_other_end_has_ended_is_seen_before_the_next_quest
     server = MessageServer(listen("127.0.0.1", 0), ToDecode, decode, secret="", where="decode worker")
     server.start()
     sender = SenderDescription(rank=-1, cp_size=4, strategy="zigzag", instance="test")
-    link = DecodeLink("127.0.0.1", server.port, Hello(POOL, sender), timeout_s=5)
+    link = DecodeLink("127.0.0.1", server.port, Hello(SAMPLE_POOL, sender), timeout_s=5)
     link.close_if_ended()
     assert not link.closed
     server.close()

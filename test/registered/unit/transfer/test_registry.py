@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from registry_cluster import LONG_S, POOL, SECRET, Cluster, Odd, ask, count, names_of, odd_registry, record, until
+from registry_cluster import LONG_S, SECRET, Cluster, Odd, ask, count, names_of, odd_registry, record, until
 
 from cpkv.errors import ConfigError, CpkvError, HandshakeError, TransferError
 from cpkv.protocol.directory import MAX_RECORDS, Lease, WorkerRecord
@@ -24,6 +24,7 @@ from cpkv.protocol.registry_messages import (
     RenewLease,
 )
 from cpkv.testing.registration import register_cpu_ci
+from cpkv.testing.sample_pool import SAMPLE_POOL
 from cpkv.transfer.registry import RegistryServer
 from cpkv.transfer.registry_client import RegistryClient, list_workers
 from cpkv.transfer.server import Connection
@@ -49,7 +50,7 @@ def test_prefill_and_decode_workers_find_each_other(cluster: Cluster, logged: py
     cluster.member(port, "decode-1")
     cluster.member(port, "decode-0", port=7001)
     assert names_of(prefill.find("decode")) == ["decode-0", "decode-1"]
-    assert prefill.find("decode")[0].pool == POOL and prefill.find("decode")[0].port == 7001
+    assert prefill.find("decode")[0].pool == SAMPLE_POOL and prefill.find("decode")[0].port == 7001
     observer = cluster.client(port)
     assert names_of(observer.wait_for("prefill", 1, LONG_S)) == ["prefill-0"]
     assert names_of(list_workers("127.0.0.1", port, secret=SECRET)) == ["decode-0", "decode-1", "prefill-0"]
