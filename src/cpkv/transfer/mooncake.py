@@ -27,11 +27,11 @@ from typing import Any, ClassVar
 
 from cpkv.errors import ConfigError, TransferError
 from cpkv.transfer.backend import Region, Run, TransferBackend, TransferStatus
+from cpkv.transfer.peer_address import FROM_HANDSHAKE, resolve_peer
 
 _APT = "apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4"
 _PIP = "pip install 'cpkv[mooncake]'"
 _WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
-_FROM_HANDSHAKE = "start it, or take its id from the handshake"
 _FLOOR = "0.3.13.post1"
 # What transfer_submit_write returns when it started nothing: 0, or -1 read as an unsigned 64-bit number.
 _NO_HANDLE = (0, -1, (1 << 64) - 1)
@@ -182,14 +182,7 @@ class _Probe:
     def __init__(self, session_id: str) -> None:
         host, _, port = session_id.rpartition(":")
         self.started = time.monotonic()
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM
-            )[0]
-        except (OSError, ValueError) as error:
-            raise TransferError(
-                f"peer {session_id} has no address that resolves ({error}); {_FROM_HANDSHAKE}"
-            ) from None
+        family, kind, protocol, address = resolve_peer(session_id, host, port)
         self._session_id = session_id
         self._asked = False
         self._socket = socket.socket(family, kind, protocol)
@@ -213,7 +206,7 @@ class _Probe:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise TransferError(f"peer {self._session_id} is not there ({error.strerror}); {_FROM_HANDSHAKE}") from None
+            raise TransferError(f"peer {self._session_id} is not there ({error.strerror}); {FROM_HANDSHAKE}") from None
         return True
 
     def close(self) -> None:

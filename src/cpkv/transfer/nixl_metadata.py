@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cpkv.errors import TransferError
+from cpkv.transfer.peer_address import FROM_HANDSHAKE, resolve_peer
 from cpkv.transfer.runs import Region
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -31,7 +32,6 @@ _MAX_LINKS = 1024
 _MAX_UNREAD_BYTES = 4 * MAX_ANSWER_BYTES
 _LENGTH = struct.Struct(">I")
 _QUESTION = b"?"
-_FROM_HANDSHAKE = "start it, or take its id from the handshake"
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -204,16 +204,11 @@ class MetadataLink:
         self._session_id = session_id
         place, _, self._identity = session_id.rpartition("/")
         host, _, port = place.rpartition(":")
-        try:
-            if not self._identity:
-                raise ValueError("it is no HOST:PORT/NAME")
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM
-            )[0]
-        except (OSError, ValueError) as error:
+        if not self._identity:
             raise TransferError(
-                f"peer {session_id} has no address that resolves ({error}); {_FROM_HANDSHAKE}"
-            ) from None
+                f"peer {session_id} has no address that resolves (it is no HOST:PORT/NAME); {FROM_HANDSHAKE}"
+            )
+        family, kind, protocol, address = resolve_peer(session_id, host, port)
         self._decoder = msgspec.msgpack.Decoder(_Answer)
         self._received = bytearray()
         self._connected = False
@@ -244,7 +239,7 @@ class MetadataLink:
             self._read()
         except OSError as error:
             raise TransferError(
-                f"peer {self._session_id} is not there ({error.strerror or error}); {_FROM_HANDSHAKE}"
+                f"peer {self._session_id} is not there ({error.strerror or error}); {FROM_HANDSHAKE}"
             ) from None
         if self._answer is None or self._answer.questions < self._questions:
             return None
@@ -298,13 +293,13 @@ class MetadataLink:
         if answer.metadata.identity != self._identity:
             raise TransferError(
                 f"peer {self._session_id} is not there: engine {answer.metadata.identity!r} has its port now; "
-                f"{_FROM_HANDSHAKE}"
+                f"{FROM_HANDSHAKE}"
             )
         return answer
 
     def _malformed(self, what: str) -> TransferError:
         return TransferError(
-            f"peer {self._session_id} does not answer like a NIXL engine of cpkv ({what}); {_FROM_HANDSHAKE}"
+            f"peer {self._session_id} does not answer like a NIXL engine of cpkv ({what}); {FROM_HANDSHAKE}"
         )
 
 

@@ -141,9 +141,11 @@ class PageReceiver:
         if isinstance(message, m.FinishTransfer):
             return self._finish(message, sender, now)
         if isinstance(message, m.AbortTransfer):
-            self._given_up += message.request_id in receiver.requests
             LOG.info("request %s: attempt %d is aborted: %s", message.request_id, message.attempt, message.cause)
-            return receiver.abort(message, sender, now)
+            before = len(receiver.requests)
+            answer = receiver.abort(message, sender, now)
+            self._given_up += before - len(receiver.requests)
+            return answer
         if isinstance(message, m.WritesDrained):
             return receiver.drained(message, sender, now)
         if isinstance(message, m.ReleaseRequest):

@@ -25,11 +25,11 @@ from cpkv.errors import ConfigError, HandshakeError, ProtocolError, TransferErro
 from cpkv.protocol.sealing import check_secret
 from cpkv.transfer.backend import Region, Run
 from cpkv.transfer.bounded_socket import BoundedSocket
+from cpkv.transfer.peer_address import FROM_HANDSHAKE, resolve_peer
 from cpkv.transfer.peer_thread import Outcomes, PeerThread, ThreadedBackend
 from cpkv.transfer.tcp_receiver import TcpReceiver, set_options, skip_bytes, view_of
 from cpkv.transfer.tcp_wire import ANSWER, MAX_CAUSE_BYTES, pack_write, prove, split_session_id
 
-_FROM_HANDSHAKE = "start it, or take its id from the handshake"
 # What the kernel takes in one call (UIO_MAXIOV).
 _MAX_VECTORS = 1024
 
@@ -82,7 +82,7 @@ class TcpBackend(ThreadedBackend):
         try:
             address = split_session_id(session_id)
         except ConfigError as error:
-            raise TransferError(f"peer {session_id} has no address: {error}; {_FROM_HANDSHAKE}") from error
+            raise TransferError(f"peer {session_id} has no address: {error}; {FROM_HANDSHAKE}") from error
         return _TcpPeer(session_id, address, self._outcomes, self._silence_s, self._secret, self._sources)
 
     def _sources(self, runs: list[Run]) -> list[memoryview]:
@@ -124,18 +124,13 @@ class _TcpPeer(PeerThread):
         super().__init__(session_id, outcomes, silence_s)
 
     def _serve(self) -> None:
-        try:
-            found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
-        except OSError as error:
-            raise TransferError(
-                f"peer {self.session_id} has no address that resolves ({error}); {_FROM_HANDSHAKE}"
-            ) from error
-        with socket.socket(*found[:3]) as connection:
+        family, kind, protocol, address = resolve_peer(self.session_id, *self._address)
+        with socket.socket(family, kind, protocol) as connection:
             set_options(connection, self.silence_s)
             # Closing resets the connection: what the peer has not taken by then was reported as failed.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             link = BoundedSocket(connection, self._bell)
-            self._connect(link, found[4])
+            self._connect(link, address)
             self._carry(link)
 
     def _connect(self, link: BoundedSocket, address: tuple) -> None:
@@ -146,7 +141,7 @@ class _TcpPeer(PeerThread):
                 continue
             code = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            raise TransferError(f"peer {self.session_id} is not there ({os.strerror(code)}); {_FROM_HANDSHAKE}")
+            raise TransferError(f"peer {self.session_id} is not there ({os.strerror(code)}); {FROM_HANDSHAKE}")
         try:
             prove(link, "client", self._secret, deadline)
         except HandshakeError as error:
