@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cpkv import errors
 from cpkv.protocol.messages import Failed
@@ -35,3 +35,17 @@ def raise_failure(failure: Failed) -> NoReturn:
         CpkvError: always; see `error_of`.
     """
     raise error_of(failure)
+
+
+def checked_answer(question: object, reply: object, answers: tuple[type, ...], peer: str) -> Any:
+    """The reply to a question, if it is of one of the types that may answer it.
+
+    Raises:
+        CpkvError: what the peer reported.
+        ProtocolError: it answered something else.
+    """
+    if isinstance(reply, Failed):
+        raise_failure(reply)
+    if not isinstance(reply, answers):
+        raise errors.ProtocolError(f"asked {type(question).__name__}, {peer} answered {type(reply).__name__}")
+    return reply

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cpkv.errors import HandshakeError, ProtocolError, TransferError
-from cpkv.protocol.failures import raise_failure
-from cpkv.protocol.messages import Failed, FromDecode, Hello, Welcome
+from cpkv.errors import HandshakeError, TransferError
+from cpkv.protocol.failures import checked_answer
+from cpkv.protocol.messages import FromDecode, Hello, Welcome
 from cpkv.transfer.channel import Channel, connect
 
 WATCH_INTERVAL_S = 0.1
@@ -87,11 +87,8 @@ class DecodeLink:
             # The answer may still come, and would be taken for that of the next question.
             self.close()
             raise
-        if isinstance(reply, Failed):
-            raise_failure(reply)
-        if not isinstance(reply, answer):
-            raise ProtocolError(f"asked {type(question).__name__}, the decode worker answered {type(reply).__name__}")
-        return reply
+        checked: Answer = checked_answer(question, reply, (answer,), self.channel.peer)
+        return checked
 
     def _wait(self) -> float:
         """Wait until an answer begins to arrive, watching meanwhile; what is left of the time."""

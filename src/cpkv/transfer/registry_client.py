@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from cpkv.errors import ConfigError, CpkvError, HandshakeError, ProtocolError, TransferError
+from cpkv.errors import ConfigError, CpkvError, HandshakeError, TransferError
 from cpkv.protocol.directory import KnownWorkers, Lease, Role, WorkerRecord, check_record
-from cpkv.protocol.failures import raise_failure
-from cpkv.protocol.messages import Done, Failed
+from cpkv.protocol.failures import checked_answer
+from cpkv.protocol.messages import Done
 from cpkv.protocol.registry_messages import (
     FromRegistry,
     LeaveRegistry,
@@ -279,11 +279,7 @@ class _RegistryLink:
         """
         self._channel.send(question)
         reply = self._channel.receive(ANSWER_S)
-        if isinstance(reply, Failed):
-            raise_failure(reply)
-        if not isinstance(reply, answers):
-            raise ProtocolError(f"asked {type(question).__name__}, the registry answered {type(reply).__name__}")
-        return reply
+        return checked_answer(question, reply, answers, self._channel.peer)
 
     def close(self) -> None:
         """Close the connection."""

@@ -57,7 +57,7 @@ class SenderThread:
         """
         news = []
         try:
-            news.append(self._news.get(timeout=wait_s) if wait_s > 0 else self._news.get_nowait())
+            news.append(self._news.get(wait_s > 0, wait_s or None))
             while True:
                 news.append(self._news.get_nowait())
         except queue.Empty:
@@ -107,7 +107,7 @@ class SenderThread:
             else:
                 pause_s = min(BUSY_PAUSE_S, idle_s) if self._sender.busy else idle_s
             try:
-                if self._calls.get(timeout=pause_s)() if pause_s > 0 else self._calls.get_nowait()():
+                if self._calls.get(pause_s > 0, pause_s or None)():
                     return
             except queue.Empty:
                 pass
