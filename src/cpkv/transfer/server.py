@@ -62,7 +62,10 @@ class MessageHandler(Protocol):
         """A connection is over."""
 
     def tick(self, now_s: float) -> None:
-        """Called about once a second and after every wake; `now_s` is time.monotonic()."""
+        """Called about once a second and after every wake; `now_s` is time.monotonic().
+
+        After a time in which nothing was read, say since the process was stopped, what has come is answered first.
+        """
 
 
 class MessageServer:
@@ -114,6 +117,8 @@ class MessageServer:
         self._peers: dict[PeerStream, Connection] = {}
         self._ready: dict[PeerStream, None] = {}
         self._busy_s = 0.0
+        self._turned_s = 0.0
+        self._catches_up_until_s = 0.0
         self._accepts_again_s: float | None = None
         self._is_full = False
         self._told: dict[str, float] = {}
@@ -141,6 +146,7 @@ class MessageServer:
             self._on_start()
             self._selector.register(self._wake, selectors.EVENT_READ)
             self._selector.register(self._listener, selectors.EVENT_READ)
+            self._turned_s = time.monotonic()
             while self._turn():
                 pass
         finally:
@@ -151,7 +157,7 @@ class MessageServer:
 
     def _turn(self) -> bool:
         """Wait, read, write, answer one message of each peer that has sent one; False when the server is closed."""
-        events = self._selector.select(self._patience(self._now()))
+        events = self._select(self._patience(self._now()))
         now_s = self._now()
         touched = set(self._ready)
         for key, mask in events:
@@ -178,16 +184,34 @@ class MessageServer:
         if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
             self._accepts_again_s = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        with self._handling("tick"):
-            self._handler.tick(time.monotonic())
+        if self._is_caught_up(anything_left=bool(events or self._ready)):
+            with self._handling("tick"):
+                self._handler.tick(time.monotonic())
         return True
+
+    def _select(self, patience_s: float) -> list[tuple[selectors.SelectorKey, int]]:
+        started_s = time.monotonic()
+        events = self._selector.select(patience_s)
+        # A process that was stopped wakes late; that time is no peer's either.
+        self._busy_s += max(0.0, time.monotonic() - started_s - patience_s - TICK_S)
+        return events
+
+    def _is_caught_up(self, *, anything_left: bool) -> bool:
+        """Whether what came while nothing was read has been answered, so that whoever is silent can be given up."""
+        now_s = time.monotonic()
+        if now_s - self._turned_s > 2 * TICK_S:
+            self._catches_up_until_s = now_s + TICK_S
+        elif not anything_left:
+            self._catches_up_until_s = now_s
+        self._turned_s = now_s
+        return now_s >= self._catches_up_until_s
 
     def _now(self) -> float:
         """The time without that which the handler took, when nobody was read or written."""
         return time.monotonic() - self._busy_s
 
     def _patience(self, now_s: float) -> float:
-        if self._ready:
+        if self._ready or time.monotonic() < self._catches_up_until_s:
             return 0.0
         until = min((peer.deadline_s for peer in self._peers), default=now_s + TICK_S)
         if self._accepts_again_s is not None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import selectors
 import socket
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +32,15 @@ Start = Callable[..., MessageServer]
 def start(start_server: Start) -> Start:
     """Starts a server with the secret."""
     return lambda limits=NO_HURRY, secret=SECRET: start_server(limits=limits, secret=secret)
+
+
+class Clock:
+    """The time, and what a test adds to it."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def call(server: MessageServer, secret: str = SECRET) -> Channel:
@@ -145,6 +158,58 @@ def test_the_time_that_an_answer_takes_is_no_peers_lateness(start: Start, stub: 
     assert slow.channel.receive(PATIENCE_S) == Done()
     slow.close()
     patient.close()
+
+
+def test_what_came_while_the_process_was_stopped_is_heard_before_anybody_is_given_up(
+    start: Start, stub: StubHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, ticks = Clock(), queue.SimpleQueue[tuple[float, int]]()
+    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(stub, "tick", lambda now_s: ticks.put((now_s, len(stub.seen))))
+    server = start()
+    alive, other = call(server), call(server)
+    other.send(ReleaseRequest("wait"))
+    assert stub.entered.wait(PATIENCE_S)
+    for number in range(5):
+        alive.send(ReleaseRequest(f"sign of life {number}"))
+    clock.ahead_s = 100.0
+    woke_s = clock.monotonic()
+    stub.go_on.set()
+    while (tick := ticks.get(timeout=PATIENCE_S))[0] < woke_s:
+        pass
+    assert tick[1] == 6, f"a tick 100 s later came when {tick[1]} of 6 messages had been answered"
+    for channel in (alive, other):
+        channel.close()
+
+
+def test_the_time_for_which_the_process_was_stopped_is_no_peers_lateness(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, stopped = Clock(), threading.Event()
+    monkeypatch.setattr(server_module, "time", clock)
+    server = start(ServerLimits(greeting_s=60.0, frame_s=60.0))
+    select = server._selector.select
+
+    def select_and_sleep(patience_s: float) -> list[tuple[selectors.SelectorKey, int]]:
+        if stopped.is_set():
+            stopped.clear()
+            clock.ahead_s += 100.0
+        return select(patience_s)
+
+    monkeypatch.setattr(server._selector, "select", select_and_sleep)
+    slow, other = RawClient(server.port, SECRET), call(server)
+    frame = slow.frame(ReleaseRequest("slow"))
+    slow.socket.sendall(frame[:10])
+    for _ in range(2):
+        assert ask(other, ReleaseRequest("before")) == Done()
+    stopped.set()
+    for _ in range(3):
+        assert ask(other, ReleaseRequest("after")) == Done()
+    assert not stopped.is_set()
+    slow.socket.sendall(frame[10:])
+    assert slow.channel.receive(PATIENCE_S) == Done()
+    slow.close()
+    other.close()
 
 
 def test_a_peer_that_never_reads_is_ended_and_delays_nobody(
