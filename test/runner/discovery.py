@@ -22,6 +22,7 @@ class Registration:
     est_time: float
     suite: str
     num_gpus: int = 0
+    alone: bool = False
     nightly: bool = False
     disabled: str | None = None
 
@@ -119,7 +120,7 @@ def _registration(name: str, call: ast.expr, folder: str) -> Registration:
     hw = KINDS[function]
     if call.args:
         raise BadTestFile(f"{where}: {function} takes keyword arguments only")
-    allowed = {field.name for field in fields(Registration)} - {"hw"} - ({"num_gpus"} if hw == "cpu" else set())
+    allowed = {field.name for field in fields(Registration)} - {"hw", "num_gpus" if hw == "cpu" else "alone"}
     arguments: dict[str, object] = {} if hw == "cpu" else {"num_gpus": 1}
     for keyword in call.keywords:
         if keyword.arg not in allowed:
@@ -147,8 +148,9 @@ def _check_arguments(where: str, arguments: dict[str, object], folder: str) -> N
     num_gpus = arguments.get("num_gpus", 0)
     if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or ("num_gpus" in arguments and num_gpus < 1):
         raise BadTestFile(f"{where}: num_gpus={num_gpus!r} is not a count from 1")
-    if not isinstance(arguments.get("nightly", False), bool):
-        raise BadTestFile(f"{where}: nightly is neither True nor False")
+    for flag in ("alone", "nightly"):
+        if not isinstance(arguments.get(flag, False), bool):
+            raise BadTestFile(f"{where}: {flag} is neither True nor False")
     disabled = arguments.get("disabled")
     if disabled is not None and not (isinstance(disabled, str) and disabled.strip()):
         raise BadTestFile(f"{where}: disabled must give the reason as a string")

@@ -25,7 +25,10 @@ LEFTOVER_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Order:
-    """How to run one file: the command's working folder, limits in seconds, environment on top of ours."""
+    """How to run one file: the command's working folder, limits in seconds, environment on top of ours.
+
+    It runs on `cores`, with whatever it starts; where there are none, on all of ours.
+    """
 
     path: str
     root: Path
@@ -34,6 +37,7 @@ class Order:
     timeout: float
     environment: dict[str, str]
     seed: int | None = None
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ def run_file(order: Order, stop: Event) -> Ended:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        if order.cores:
+            # Before it has more than one thread, each of which has cores of its own.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, order.cores)
         try:
             cause = _wait(process, started + order.timeout, stop, order.timeout)
         finally:

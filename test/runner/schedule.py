@@ -40,6 +40,15 @@ class Settings:
             return 1
         return max(1, self.machine.cores // (1 if suite.exclusive else self.jobs))
 
+    def core_groups(self) -> list[tuple[int, ...]]:
+        """The cores in equal groups for files of one process side by side; empty groups where there are too few.
+
+        Threads of one file that take turns at the interpreter's lock run twice as fast on one core as on two.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // self.jobs
+        return [tuple(cores[slot * each : (slot + 1) * each]) for slot in range(self.jobs)]
+
     def timeout(self, entry: Entry) -> float:
         """Seconds after which a file is killed."""
         return self.timeout_per_file or max(LEAST_TIMEOUT_SECONDS, TIMEOUT_FACTOR * entry.registration.est_time)
@@ -57,9 +66,7 @@ class Slots:
     def take(self, entry: Entry) -> tuple[str, ...] | None:
         """The device ids for `entry` (none for a CPU file), or None where it has to wait."""
         registration = entry.registration
-        suite = SUITES[registration.suite]
-        alone = suite.exclusive or (suite.workers and registration.hw == "cpu")
-        if self.alone or (alone and self.running):
+        if self.alone or (entry.alone and self.running):
             return None
         devices = self.free_devices.get(registration.hw, [])
         if len(devices) < registration.num_gpus or (registration.hw == "cpu" and not self.free_jobs):
@@ -68,7 +75,7 @@ class Slots:
         del devices[: registration.num_gpus]
         self.free_jobs -= registration.hw == "cpu"
         self.running += 1
-        self.alone = alone
+        self.alone = entry.alone
         return taken
 
     def give_back(self, entry: Entry, devices: Sequence[str]) -> None:
@@ -93,7 +100,7 @@ def run_all(
         else:
             waiting.append(entry)
     # Files that need many devices first, files that run alone last: least idle time.
-    waiting.sort(key=lambda entry: (SUITES[entry.registration.suite].alone, -entry.registration.num_gpus))
+    waiting.sort(key=lambda entry: (entry.alone, -entry.registration.num_gpus))
     stop, workers = Event(), settings.jobs + sum(map(len, settings.machine.devices.values())) + 1
     with tempfile.TemporaryDirectory(prefix="cpkv-test-") as folder, ThreadPoolExecutor(workers) as pool:
         try:
@@ -120,8 +127,8 @@ def _why_not(entry: Entry, machine: Machine) -> str | None:
 def _run_waiting(
     waiting: list[Entry], settings: Settings, pool: ThreadPoolExecutor, folder: Path, stop: Event
 ) -> Iterator[tuple[FileResult, Path]]:
-    slots, numbers = Slots(settings), itertools.count()
-    running: dict[Future[FileResult], tuple[Entry, tuple[str, ...], Path]] = {}
+    slots, numbers, core_groups = Slots(settings), itertools.count(), settings.core_groups()
+    running: dict[Future[FileResult], tuple[Entry, tuple[str, ...], Order]] = {}
     while waiting or running:
         for entry in list(waiting):
             devices = slots.take(entry)
@@ -129,20 +136,22 @@ def _run_waiting(
                 continue
             waiting.remove(entry)
             place = folder / str(next(numbers))
-            order = _order(entry, settings, devices, place)
-            running[pool.submit(_run, entry, order, stop)] = (entry, devices, order.log)
+            order = _order(entry, settings, devices, place, core_groups.pop() if entry.one_process else ())
+            running[pool.submit(_run, entry, order, stop)] = (entry, devices, order)
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
-            entry, devices, log = running.pop(future)
+            entry, devices, order = running.pop(future)
             slots.give_back(entry, devices)
-            yield future.result(), log
+            if entry.one_process:
+                core_groups.append(order.cores)
+            yield future.result(), order.log
 
 
 def _run(entry: Entry, order: Order, stop: Event) -> FileResult:
     return read_result(entry, run_file(order, stop), order.junit)
 
 
-def _order(entry: Entry, settings: Settings, devices: Sequence[str], place: Path) -> Order:
+def _order(entry: Entry, settings: Settings, devices: Sequence[str], place: Path, cores: tuple[int, ...]) -> Order:
     place.mkdir()
     hw, threads = entry.registration.hw, str(settings.threads(entry))
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
@@ -158,4 +167,5 @@ def _order(entry: Entry, settings: Settings, devices: Sequence[str], place: Path
         timeout=settings.timeout(entry),
         environment=environment,
         seed=settings.seed,
+        cores=cores,
     )

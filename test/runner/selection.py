@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runner.discovery import Registration, TestFile
+from runner.suites import SUITES
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,16 @@ class Entry:
         """The path, with the hardware where that is no CPU."""
         hw = self.registration.hw
         return self.path if hw == "cpu" else f"{self.path} [{hw}]"
+
+    @property
+    def alone(self) -> bool:
+        """Whether it runs with no other file beside it."""
+        return self.registration.alone or SUITES[self.registration.suite].exclusive
+
+    @property
+    def one_process(self) -> bool:
+        """Whether it is for the CPU, beside other files, and starts no workers there."""
+        return self.registration.hw == "cpu" and not self.alone and not SUITES[self.registration.suite].workers
 
 
 @dataclass(frozen=True)

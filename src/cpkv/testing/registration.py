@@ -6,8 +6,13 @@ The calls do nothing when the file runs: the runner reads them from the syntax t
 from __future__ import annotations
 
 
-def register_cpu_ci(*, est_time: float, suite: str, nightly: bool = False, disabled: str | None = None) -> None:
-    """State that this file runs on the CPU, takes about `est_time` seconds and belongs to `suite`."""
+def register_cpu_ci(
+    *, est_time: float, suite: str, alone: bool = False, nightly: bool = False, disabled: str | None = None
+) -> None:
+    """State that this file runs on the CPU, takes about `est_time` seconds and belongs to `suite`.
+
+    `alone`: it watches the time of processes of its own, so no other file may run beside it.
+    """
 
 
 def register_cuda_ci(

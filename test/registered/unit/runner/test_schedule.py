@@ -1,7 +1,8 @@
-"""Files are packed on the devices and cores that are there, and files with running workers run alone."""
+"""Files are packed on the devices and cores that are there, and some files run alone."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cpkv.testing.registration import register_cpu_ci
@@ -25,8 +26,8 @@ def gpu(path: str, count: int, suite: str = "kernels") -> Entry:
     return Entry(path, Registration("cuda", 1, suite, num_gpus=count))
 
 
-def cpu(path: str, suite: str = "unit") -> Entry:
-    return Entry(path, Registration("cpu", 1, suite))
+def cpu(path: str, suite: str = "unit", *, alone: bool = False) -> Entry:
+    return Entry(path, Registration("cpu", 1, suite, alone=alone))
 
 
 def test_devices_are_dealt_out_once_and_come_back() -> None:
@@ -48,15 +49,16 @@ def test_cpu_files_take_job_slots_and_leave_the_devices() -> None:
     assert slots.take(gpu("g", 8)) is not None
 
 
-def test_files_with_running_workers_run_alone_on_the_cpu() -> None:
+def test_files_that_watch_the_time_of_their_workers_run_alone() -> None:
     slots = Slots(settings(EIGHT_GPUS, jobs=4))
-    unit, workers = cpu("unit"), cpu("workers", "distributed")
+    unit, workers = cpu("unit"), cpu("workers", "distributed", alone=True)
     assert slots.take(unit) == ()
     assert slots.take(workers) is None
     slots.give_back(unit, ())
     assert slots.take(workers) == ()
     assert slots.take(unit) is None
     slots.give_back(workers, ())
+    assert slots.take(cpu("other workers", "distributed")) == ()
     # On devices, workers have cores enough; only what measures runs alone there.
     assert slots.take(gpu("m", 2, "models")) is not None
     assert slots.take(gpu("n", 2, "models")) is not None
@@ -69,6 +71,35 @@ def test_threads_times_jobs_are_the_cores() -> None:
     assert settings(machine, jobs=16).threads(cpu("a")) == 1
     assert settings(machine, jobs=4).threads(cpu("a", "benchmark")) == 8
     assert settings(machine, jobs=4).threads(cpu("a", "distributed")) == 1
+
+
+def test_files_of_one_process_side_by_side_share_no_core(checkout) -> None:
+    body = (
+        "import os\nfrom pathlib import Path\n\n\ndef test_cores():\n"
+        "    Path(__file__).with_suffix('.cores').write_text(' '.join(map(str, os.sched_getaffinity(0))))\n"
+    )
+    for name in ("a", "b", "c", "d"):
+        checkout.test(f"unit/test_{name}.py", body)
+    checkout.test("distributed/test_alone.py", body, 'register_cpu_ci(est_time=1, suite="distributed", alone=True)')
+    checkout.test("distributed/test_workers.py", body, 'register_cpu_ci(est_time=1, suite="distributed")')
+    selection = select(discover(checkout.root)[0], ["cpu"], [], nightly=False)
+    ours = os.sched_getaffinity(0)
+    jobs = min(2, len(ours))
+    results = run_all(selection.entries, settings(Machine(len(ours)), jobs, checkout.root), lambda result, log: None)
+    assert [result.passed for result in results] == [1] * 6
+    seen = {path.stem: set(map(int, path.read_text().split())) for path in checkout.root.rglob("*.cores")}
+    assert seen.pop("test_alone") == ours
+    assert seen.pop("test_workers") == ours
+    assert len(seen) == 4
+    assert all(len(cores) == len(ours) // jobs for cores in seen.values())
+    assert len(set(map(frozenset, seen.values()))) <= jobs
+
+
+def test_cores_are_split_among_the_slots() -> None:
+    groups = settings(Machine(8), jobs=2).core_groups()
+    assert len(groups) == 2
+    assert not set(groups[0]) & set(groups[1])
+    assert settings(Machine(8), jobs=1000).core_groups() == [()] * 1000
 
 
 def test_each_file_sees_only_the_devices_it_asked_for(checkout) -> None:
