@@ -14,9 +14,10 @@ from cpkv.layout.plan import BatchPlan, LocalTokens
 from cpkv.layout.query_blocks import QueryBlocks
 from cpkv.layout.row_format import RowFormat
 from cpkv.ops.reference.index_keys import decode_index_keys
-from cpkv.ops.reference.indexer import exact_topk, indexer_scores, merge_topk
+from cpkv.ops.reference.indexer import indexer_scores
 from cpkv.ops.reference.latent_rows import decode_latent_rows
 from cpkv.ops.reference.sparse_mla import sparse_mla
+from cpkv.ops.reference.topk import exact_topk, merge_topk
 from cpkv.views.view import LayerRows
 
 # Keys are decoded once for all blocks of queries up to this many, and tile by tile for each block beyond: never a

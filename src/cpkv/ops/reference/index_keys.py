@@ -123,3 +123,33 @@ def unpack_index_keys(
         if scales.shape[1]:
             out[first:last, key_bytes:] = scales.flatten(0, 1)[: last - first]
     return out
+
+
+def unpack_keys_and_scales(
+    blocks: torch.Tensor,
+    block_numbers: torch.Tensor,
+    *,
+    tokens: int,
+    page_size: int,
+    key_bytes: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy a request's fp8 index keys out of its blocks in position order, as scoring kernels take them.
+
+    Args:
+        blocks: uint8 [blocks, block_bytes].
+        block_numbers: int64 [pages] the request's blocks by logical page position.
+        tokens: how many tokens to unpack; the rest of the last block is not read.
+        page_size: tokens of a block.
+        key_bytes: bytes of a key without its scale.
+        out: where to put them, contiguous, shaped as what is returned; made when left out.
+
+    Returns:
+        Keys uint8 [tokens, key_bytes], and scales fp32 [tokens].
+    """
+    stored = unpack_index_keys(blocks, block_numbers, tokens=tokens, page_size=page_size, key_bytes=key_bytes)
+    if out is None:
+        out = blocks.new_empty(tokens, key_bytes), torch.empty(tokens, dtype=torch.float32, device=blocks.device)
+    out[0].copy_(stored[:, :key_bytes])
+    out[1].unsqueeze(1).view(torch.uint8).copy_(stored[:, key_bytes:])
+    return out

@@ -1,4 +1,4 @@
-"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556): scores, and the exact choice.
+"""The scores of the indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556).
 
 score(q, k) = sum over heads h of  w_h * relu(q_h . k)          w already holds heads^-0.5 * dim^-0.5
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from cpkv.config.names import IndexDtype
-from cpkv.errors import NumericsError
 from cpkv.layout.query_blocks import KEY_TILE
 from cpkv.ops.reference.index_keys import decode_index_keys
 
@@ -49,84 +48,29 @@ def indexer_scores(
     return scores.masked_fill_(hidden, float("-inf"))
 
 
-def exact_topk(scores: torch.Tensor, limits: torch.Tensor, k: int) -> torch.Tensor:
-    """Choose each query's k best keys: score descending, then lowest position; -0.0 ties with +0.0.
+def fp8_indexer_scores(
+    queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, key_scales: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    """Score queries against every key that one of them may see, by fp32 products of the decoded values.
 
     Args:
-        scores: [queries, tokens], -inf at and beyond each query's limit.
-        limits: int64 [queries] how many keys each query may see.
-        k: how many to choose.
+        queries: float8_e4m3fn [queries, heads, dim].
+        weights: fp32 [queries, heads], may be negative; each holds the scale of its quantised query.
+        keys: float8_e4m3fn [tokens, dim] in position order.
+        key_scales: fp32 [tokens].
+        limits: int64 [queries] how many keys, from the first on, each query may see; at most `tokens`.
 
     Returns:
-        int64 [queries, min(k, tokens)] chosen positions, ascending; -1 behind the last one of a query that sees
-        fewer than k keys.
-
-    Raises:
-        NumericsError: a score is NaN.
+        fp32 [queries, tokens]; -inf where a query may not look.
     """
-    tokens = scores.shape[1]
-    allowed = None if int(limits.min()) >= min(k, tokens) else torch.arange(tokens) < limits.unsqueeze(1)
-    return _best_columns(scores, allowed, limits.clamp(max=min(k, tokens)), k)
-
-
-def merge_topk(
-    best_scores: torch.Tensor, best: torch.Tensor, scores: torch.Tensor, limits: torch.Tensor, k: int, *, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the scores of one more block of keys into the best so far: in the end the choice of `exact_topk`.
-
-    Args:
-        best_scores: [queries, n] scores of the best so far, -inf where there is none.
-        best: int64 [queries, n] their positions, ascending, all below `start`; -1 behind the last.
-        scores: [queries, tokens] of the keys from position `start` on, -inf at and beyond each query's limit.
-        limits: int64 [queries] how many keys of this block each query may see; 0 or less for none.
-        k: how many to choose.
-        start: position of the block's first key.
-
-    Returns:
-        Scores and positions of the best so far, [queries, min(k, n + tokens)], positions ascending, -1 padded.
-
-    Raises:
-        NumericsError: a score is NaN.
-    """
-    tokens = scores.shape[1]
-    all_scores = torch.cat([best_scores, scores], dim=1)
-    positions = torch.cat([best, torch.arange(start, start + tokens).expand(len(best), -1)], dim=1)
-    allowed = torch.cat([best >= 0, torch.arange(tokens) < limits.unsqueeze(1)], dim=1)
-    wanted = allowed.sum(dim=1).clamp(max=k)
-    # Columns are in order of position, so the lowest column among ties is the lowest position.
-    columns = _best_columns(all_scores, allowed, wanted, k)
-    missing = columns < 0
-    readable = columns.clamp(min=0)
-    merged_scores = all_scores.gather(1, readable).masked_fill_(missing, float("-inf"))
-    return merged_scores, positions.gather(1, readable).masked_fill_(missing, -1)
-
-
-def _best_columns(scores: torch.Tensor, allowed: torch.Tensor | None, wanted: torch.Tensor, k: int) -> torch.Tensor:
-    """The `wanted` best columns of each row among those allowed (None: all), ascending, -1 behind the last."""
-    num_queries, tokens = scores.shape
-    width = min(k, tokens)
-    threshold = scores.topk(width, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
-    # topk ranks NaN above everything and amin keeps it, so one look at the thresholds finds any NaN of the block.
-    if bool(threshold.isnan().any()):
-        raise NumericsError("an indexer score is NaN, so no choice of keys is right; a weight or a stored key is NaN")
-    chosen = scores >= threshold
-    if allowed is not None:
-        chosen &= allowed
-    queries, columns = chosen.nonzero(as_tuple=True)
-    if len(columns) > int(wanted.sum()):
-        tied = (torch.bincount(queries, minlength=num_queries) > wanted).nonzero().flatten()
-        chosen[tied] = _lowest_of_ties(scores[tied], threshold[tied], wanted[tied])
-        columns = chosen.nonzero(as_tuple=True)[1]
-    if allowed is None:
-        return columns.view(num_queries, width)
-    padded = columns.new_full((num_queries, width), -1)
-    padded[torch.arange(width) < wanted.unsqueeze(1)] = columns
-    return padded
-
-
-def _lowest_of_ties(scores: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Everything above a finite threshold, and of what equals it the lowest positions, `wanted` in all per query."""
-    above = scores > threshold
-    equal = scores == threshold
-    room = (wanted - above.sum(dim=-1)).unsqueeze(1)
-    return above | (equal & (equal.cumsum(dim=-1) <= room))
+    num_queries, heads, dim = queries.shape
+    tokens = len(keys)
+    scores = torch.full((num_queries, tokens), float("-inf"), dtype=torch.float32, device=queries.device)
+    flat_queries = queries.to(torch.float32).view(num_queries * heads, dim)
+    # A tile of keys at a time: never products of every head with a whole context.
+    for start in range(0, max(limits.tolist(), default=0), KEY_TILE):
+        tile = slice(start, start + KEY_TILE)
+        products = torch.mm(flat_queries, keys[tile].to(torch.float32).T).relu_().view(num_queries, heads, -1)
+        scores[:, tile] = torch.bmm(weights.unsqueeze(1), products).squeeze(1) * key_scales[tile]
+    hidden = torch.arange(tokens, device=scores.device) >= limits.unsqueeze(1)
+    return scores.masked_fill_(hidden, float("-inf"))

@@ -28,3 +28,54 @@ def sparse_mla(
     if bool(missing.any()):
         logits.masked_fill_(missing.unsqueeze(1), float("-inf"))
     return torch.bmm(torch.softmax(logits, dim=-1), rows[:, :, :kv_lora_rank])
+
+
+def sparse_mla_rows(
+    queries: torch.Tensor, latent: torch.Tensor, view_rows: torch.Tensor, *, scale: float, kv_lora_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from queries to chosen rows of a view; computed in fp32, or in fp64 for fp64 queries.
+
+    Args:
+        queries: [queries, heads, latent_width], absorbed.
+        latent: [view rows, latent_width] in the dtype of the queries; each row contiguous.
+        view_rows: int32 [queries, chosen]; -1 is no token, wherever it stands.
+        scale: softmax scale.
+        kv_lora_rank: how many values of a row are the value.
+
+    Returns:
+        Outputs [queries, heads, kv_lora_rank] in the dtype of the queries, and the natural logarithm of the sum of
+        exponentials, fp32 or fp64 [queries, heads]. A query without a token has zeros, and -inf.
+    """
+    compute_dtype = _compute_dtype(queries)
+    missing = view_rows < 0
+    # Also a row that nobody chose may hold NaN, which a weight of 0 would not hide.
+    rows = latent[view_rows.clamp(min=0)].to(compute_dtype).masked_fill_(missing.unsqueeze(2), 0.0)
+    logits = torch.bmm(queries.to(compute_dtype), rows.transpose(1, 2)) * scale
+    logits.masked_fill_(missing.unsqueeze(1), float("-inf"))
+    weights = _weights(logits, dim=2)
+    return torch.bmm(weights, rows[:, :, :kv_lora_rank]).to(queries.dtype), torch.logsumexp(logits, dim=2)
+
+
+def merge_attention(outs: torch.Tensor, log_sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint parts of the rows into attention over all of them.
+
+    Args:
+        outs: [parts, queries, heads, kv_lora_rank].
+        log_sums: fp32 or fp64 [parts, queries, heads]; -inf for a part without a token.
+
+    Returns:
+        Output and logarithm of the sum, as `sparse_mla_rows` over all rows would, but for rounding.
+    """
+    weights = _weights(log_sums, dim=0).to(_compute_dtype(outs))
+    out = (weights.unsqueeze(3) * outs).sum(dim=0)
+    return out.to(outs.dtype), torch.logsumexp(log_sums, dim=0)
+
+
+def _compute_dtype(values: torch.Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def _weights(logits: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """Softmax in which nothing but -inf makes zeros."""
+    nothing = (logits == float("-inf")).all(dim=dim, keepdim=True)
+    return torch.softmax(logits, dim=dim).masked_fill_(nothing, 0.0)

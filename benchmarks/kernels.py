@@ -1,0 +1,167 @@
+"""What the kernels of a DSA layer take on one GPU, beside the vendors' kernels and beside the floor.
+
+    python benchmarks/kernels.py [--json out.json] [--only topk scores ...] [--queries 4096] [--history 32768 131072]
+
+topk        exact_topk of 2048 from fp32 scores    floor: one read of the scores at the rate of a device copy
+scores      fp8_indexer_scores, 32 and 64 heads    beside DeepGEMM's fp8_mqa_logits; floor: the fp8 peak
+attention   sparse_mla_rows, 64 and 128 heads      beside FlashMLA's sparse prefill; floor: the bf16 peak
+
+Each is compared with its reference on a few queries first. Times are medians; all inputs are larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from cpkv.ops.triton.indexer import fp8_indexer_scores
+from cpkv.ops.triton.sparse_mla import sparse_mla_rows
+from cpkv.ops.triton.topk import exact_topk
+from cpkv.ops.vendor import deep_gemm, flash_mla
+
+TOPK = 2048
+INDEX_DIM = 128
+LATENT = 512
+WIDTH = 576
+SCALE = WIDTH**-0.5
+# Dense peaks of an H200 by its data sheet.
+FP8_FLOPS = 1979e12
+BF16_FLOPS = 989e12
+
+
+class Row(NamedTuple):
+    """One line of the table; times in milliseconds, None where nothing of the kind runs here."""
+
+    what: str
+    ours: float
+    floor: float
+    vendor: float | None
+    rate: str
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    """Median time of some work on the device."""
+    return float(triton.testing.do_bench(work, warmup=50, rep=200, return_mode="median"))
+
+
+def copy_rate() -> float:
+    """Bytes per second that a device copy of 2 GiB reads and writes."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
+
+
+def measure_topk(queries: int, tokens: int, rate: float) -> list[Row]:
+    """The exact choice beside torch's, which knows no rule for ties."""
+    scores = torch.randn(queries, tokens, device="cuda")
+    limits = torch.full((queries,), tokens, device="cuda")
+    chosen = exact_topk(scores[:64], limits[:64], TOPK)
+    wanted = scores[:64].topk(TOPK).indices.sort().values
+    check("topk", torch.equal(chosen, wanted))
+    ours = milliseconds(lambda: exact_topk(scores, limits, TOPK))
+    theirs = milliseconds(lambda: torch.topk(scores, TOPK))
+    size = scores.numel() * 4
+    return [Row(f"topk {tokens}", ours, size / rate * 1e3, theirs, f"{size / ours / 1e6:.0f} GB/s")]
+
+
+def measure_scores(queries: int, tokens: int, heads: int) -> list[Row]:
+    """Scores of all keys for all queries."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    query = torch.randn(queries, heads, INDEX_DIM, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    key = torch.randn(tokens, INDEX_DIM, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(tokens, device="cuda", generator=generator) + 0.5
+    weights = torch.randn(queries, heads, device="cuda", generator=generator)
+    limits = torch.full((queries,), tokens, device="cuda")
+    inputs = (query, weights, key, scales, limits)
+    scores = fp8_indexer_scores(*inputs)
+    products = (query[:4].float().flatten(0, 1) @ key.float().T).relu_().view(4, heads, tokens)
+    wanted = torch.einsum("qht,qh->qt", products.double(), weights[:4].double()) * scales.double()
+    check("scores", close(scores[:4], wanted, 1e-3))
+    del products, wanted
+    ours = milliseconds(lambda: fp8_indexer_scores(*inputs))
+    theirs = None
+    if deep_gemm.why_not(scores.device, heads, INDEX_DIM) is None:
+        check("DeepGEMM's scores", close(deep_gemm.fp8_indexer_scores(*inputs)[:4], scores[:4], 1e-3))
+        theirs = milliseconds(lambda: deep_gemm.fp8_indexer_scores(*inputs))
+    flops = 2 * queries * tokens * heads * INDEX_DIM
+    return [Row(f"scores {tokens}, {heads} heads", ours, flops / FP8_FLOPS * 1e3, theirs, tflops(flops, ours))]
+
+
+def measure_attention(queries: int, tokens: int, heads: int) -> list[Row]:
+    """Attention to 2048 rows drawn from all."""
+    query = torch.randn(queries, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
+    latent = torch.randn(tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
+    rows = torch.rand(queries, tokens, device="cuda").topk(TOPK).indices.sort().values.to(torch.int32)
+    out, log_sums = sparse_mla_rows(query, latent, rows, scale=SCALE, kv_lora_rank=LATENT)
+    chosen = latent[rows[:4].long()].double()
+    logits = torch.einsum("qhd,qkd->qhk", query[:4].double(), chosen) * SCALE
+    wanted = torch.einsum("qhk,qkd->qhd", logits.softmax(-1), chosen[..., :LATENT])
+    check("attention", close(out[:4], wanted, 2e-2) and close(log_sums[:4], logits.logsumexp(-1), 1e-3))
+    ours = milliseconds(lambda: sparse_mla_rows(query, latent, rows, scale=SCALE, kv_lora_rank=LATENT))
+    theirs = None
+    if flash_mla.why_not(query.device, heads, WIDTH, LATENT) is None:
+        found = flash_mla.sparse_mla_rows(query, latent, rows, scale=SCALE, kv_lora_rank=LATENT)
+        check("FlashMLA's output", close(found[0][:4], wanted, 2e-2))
+        check("FlashMLA's sums", close(found[1], log_sums, 1e-3))
+        theirs = milliseconds(lambda: flash_mla.sparse_mla_rows(query, latent, rows, scale=SCALE, kv_lora_rank=LATENT))
+    flops = 2 * queries * heads * TOPK * (WIDTH + LATENT)
+    return [Row(f"attention {tokens}, {heads} heads", ours, flops / BF16_FLOPS * 1e3, theirs, tflops(flops, ours))]
+
+
+def tflops(flops: int, milliseconds_taken: float) -> str:
+    """A rate in words."""
+    return f"{flops / milliseconds_taken / 1e9:.0f} TFLOP/s"
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
+    """Whether the relative error in the 2-norm is within the tolerance; NaN is not."""
+    return bool((found.double() - wanted.double()).norm() <= tolerance * wanted.double().norm())
+
+
+def check(what: str, right: bool) -> None:
+    """Ends the benchmark where a kernel is wrong: its time would mean nothing."""
+    if not right:
+        sys.exit(f"{what}: the kernel's result differs from the reference's")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--only", nargs="+", choices=("topk", "scores", "attention"), help="what to measure")
+    parser.add_argument("--queries", type=int, default=4096, help="queries of a chunk")
+    parser.add_argument("--history", type=int, nargs="+", default=[32 << 10, 128 << 10], help="tokens that are seen")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU here")
+    only = options.only or ("topk", "scores", "attention")
+    rate = copy_rate()
+    rows: list[Row] = []
+    for tokens in options.history:
+        if "topk" in only:
+            rows += measure_topk(options.queries, tokens, rate)
+        if "scores" in only:
+            rows += measure_scores(options.queries, tokens, 32) + measure_scores(options.queries, tokens, 64)
+        if "attention" in only:
+            rows += measure_attention(options.queries, tokens, 64) + measure_attention(options.queries, tokens, 128)
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    print(f"{machine}; a device copy reads and writes {rate / 1e9:.0f} GB/s")
+    print(f"{'':28} {'ours, ms':>9} {'floor':>7} {'ours/floor':>10} {'vendor':>7} {'vendor/ours':>11}")
+    for row in rows:
+        vendor = ("-", "-") if row.vendor is None else (f"{row.vendor:.3f}", f"{row.vendor / row.ours:.2f}")
+        times = f"{row.ours:9.3f} {row.floor:7.3f} {row.ours / row.floor:10.2f} {vendor[0]:>7} {vendor[1]:>11}"
+        print(f"{row.what:28} {times}  {row.rate}")
+    if options.json is not None:
+        results = {"machine": machine, "copy_rate": rate, "rows": [row._asdict() for row in rows]}
+        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

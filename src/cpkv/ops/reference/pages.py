@@ -1,0 +1,65 @@
+"""Pages of one layer: gathered by number, and the view row of every position of a request.
+
+A page-major pool of L layers has a layer's part of a page every L * page_size rows:
+
+    | page 0: l0 l1 .. | page 1: l0 l1 .. | page 2: ..        pages of l1: length page_size rows, stride L of them
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cpkv.errors import ConfigError
+from cpkv.layout.placement import PagePlacement, keep_none
+from cpkv.layout.pool_geometry import MAX_ROWS
+from cpkv.ops.words import select_rows
+
+
+def gather_pages(pages: torch.Tensor, page_numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy pages by number.
+
+    Args:
+        pages: uint8 [pages, page_bytes], each page contiguous; they may lie apart.
+        page_numbers: int64 [n], 0 or more; one may come several times.
+        out: uint8 [n, page_bytes], contiguous.
+    """
+    select_rows(pages, page_numbers, out)
+
+
+def position_rows(
+    pages: torch.Tensor, *, tokens: int, page_size: int, cp_size: int, segment_rows: int, page_rows: int
+) -> torch.Tensor:
+    """View row of every position of a request, in a view that has all ranks' pools side by side.
+
+    Args:
+        pages: int64 [pages] logical pages by position, those of a page that is -1 have the row -1.
+        tokens: positions, at most those of the pages.
+        page_size: tokens of a page.
+        cp_size: ranks; 1 for one pool that holds every page.
+        segment_rows: rows of a rank's pool in the view.
+        page_rows: rows from a page of a pool to the next: those of all layers.
+
+    Returns:
+        int32 [tokens].
+
+    Raises:
+        ConfigError: row numbers would not fit in 32 bits.
+    """
+    check_view_rows(cp_size, segment_rows, page_rows)
+    placement = PagePlacement(page_size, cp_size)
+    first_rows = (placement.owner(pages) * segment_rows + placement.local_page(pages) * page_rows).unsqueeze(1)
+    rows = first_rows + torch.arange(page_size, device=pages.device)
+    return keep_none(pages.unsqueeze(1), rows).flatten()[:tokens].to(torch.int32)
+
+
+def check_view_rows(cp_size: int, segment_rows: int, page_rows: int) -> None:
+    """Refuse a view whose row numbers would not fit in 32 bits.
+
+    Raises:
+        ConfigError: with the largest number of local pages that fits.
+    """
+    if cp_size * segment_rows > MAX_ROWS:
+        raise ConfigError(
+            f"{cp_size} pools of {segment_rows} rows are {cp_size * segment_rows} rows, and row numbers have 31 bits; "
+            f"use at most {MAX_ROWS // (cp_size * page_rows)} local pages a rank"
+        )

@@ -1,0 +1,1 @@
+"""Triton kernels, by the names and signatures of `cpkv.ops.reference`. Importing a module of them imports Triton."""
