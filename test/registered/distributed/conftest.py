@@ -173,7 +173,8 @@ def cpkv(
     """The command in this process: `cpkv("demo", "--json")`."""
     from cpkv.cli.main import run
 
-    handler, level = signal.getsignal(signal.SIGTERM), logging.getLogger().level
+    handler = signal.getsignal(signal.SIGTERM)
+    levels = {name: logging.getLogger(name).level for name in (None, "cpkv")}
 
     def call(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["cpkv", *arguments])
@@ -189,7 +190,8 @@ def cpkv(
 
     yield call
     signal.signal(signal.SIGTERM, handler)
-    logging.getLogger().setLevel(level)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

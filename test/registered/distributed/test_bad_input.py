@@ -15,7 +15,7 @@ from cpkv.cli import demo_run
 from cpkv.testing.checkpoints import write_hot_checkpoint
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=14, suite="distributed")
+register_cpu_ci(est_time=11, suite="distributed")
 
 Run = Callable[..., Any]
 SOON_S = 10.0

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from cpkv.testing.registration import register_cpu_ci
 from cpkv.testing.waiting import eventually
 from cpkv.transfer.decode_link import DecodeLink
 
-register_cpu_ci(est_time=60, suite="distributed")
+register_cpu_ci(est_time=20, suite="distributed")
 
 CPKV = (sys.executable, "-c", "from cpkv.cli.main import run; run()")
 PAGE = 16
@@ -98,31 +99,18 @@ def announce(name: str, attempt: int) -> m.OpenTransfer:
     return m.OpenTransfer(name, attempt, 20, 4, (0, 0), m.Sampling())
 
 
-def test_a_demo_uses_it_and_metrics_tell(decode: Callable[..., Running], checkpoint: Path) -> None:
+def test_a_demo_uses_it_and_metrics_tell_and_it_drains_on_sigterm(
+    decode: Callable[..., Running], cpkv: Callable[..., Any], checkpoint: Path, hello: m.Hello
+) -> None:
+    """When it drains, open requests may end, new ones are refused with the reason; then it ends with status 0."""
     running = decode("--metrics-port", "0")
     address = running.wait_for(r"metrics at (http://127.0.0.1:\d+/metrics)\n").group(1)
-    ended = subprocess.run(
-        (
-            *(
-                *CPKV,
-                "demo",
-                "--model",
-                str(checkpoint),
-                "--cp-size",
-                "1",
-                "--prompt-tokens",
-                "100",
-                "--chunk-size",
-                "48",
-            ),
-            *("--page-size", str(PAGE), "--transfer", "tcp", "--decode-at", f"127.0.0.1:{running.port}"),
-            *("--max-new-tokens", "3", "--verify-transfer"),
-        ),
-        capture_output=True,
-        text=True,
-        timeout=55,
+    ended = cpkv(
+        *("demo", "--model", str(checkpoint), "--cp-size", "1", "--prompt-tokens", "100", "--chunk-size", "48"),
+        *("--page-size", str(PAGE), "--transfer", "tcp", "--decode-at", f"127.0.0.1:{running.port}"),
+        *("--max-new-tokens", "3", "--verify-transfer"),
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.status == 0, ended.err
     with urllib.request.urlopen(address, timeout=10) as answer:
         told = dict(re.findall(r"^(cpkv_\w+) ([\d.]+)$", answer.read().decode(), re.MULTILINE))
     assert {name: float(value) for name, value in told.items()} == {
@@ -135,13 +123,6 @@ def test_a_demo_uses_it_and_metrics_tell(decode: Callable[..., Running], checkpo
         "cpkv_transfers_given_up_total": 0,
         "cpkv_transfer_engine_rebuilds_total": 0,
     }
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(20) == 0
-
-
-def test_it_drains_on_sigterm(decode: Callable[..., Running], hello: m.Hello) -> None:
-    """Open requests may end, new ones are refused with the reason, and then it ends with status 0."""
-    running = decode()
     link = DecodeLink("127.0.0.1", running.port, hello)
     link.ask(announce("open", 1), m.TransferOpened)
     running.process.send_signal(signal.SIGTERM)
@@ -175,16 +156,17 @@ def test_what_does_not_end_in_time_is_cut_off(decode: Callable[..., Running], he
     ],
 )
 def test_what_cannot_be_is_refused_at_once(
-    decode: Callable[..., Running], arguments: tuple[str, ...], says: str
+    cpkv: Callable[..., Any], checkpoint: Path, arguments: tuple[str, ...], says: str
 ) -> None:
-    running = decode(*arguments)
-    assert running.process.wait(30) == 2
-    assert says in running.printed
-    assert "Traceback" not in running.printed
+    ended = cpkv("decode", "--transfer", "tcp", "--model", str(checkpoint), *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert says in ended.err
+    assert "Traceback" not in ended.err
 
 
-def test_a_port_that_is_taken(decode: Callable[..., Running]) -> None:
+def test_a_port_that_is_taken(cpkv: Callable[..., Any], checkpoint: Path) -> None:
     with taken_port() as port:
-        running = decode("--port", str(port))
-        assert running.process.wait(40) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in running.printed
+        ended = cpkv("decode", "--transfer", "tcp", "--model", str(checkpoint), "--port", str(port))
+    assert (ended.status, ended.out) == (2, "")
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.err
+    assert "Traceback" not in ended.err

@@ -28,13 +28,13 @@ from cpkv.testing.faults.run import FaultRun
 from cpkv.testing.ports import taken_port
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="distributed")
+register_cpu_ci(est_time=30, suite="distributed", alone=True)
 
 CALM = FaultOptions(seed=21, requests=12, ranks=4, decode_owners=2, verify=True)
-CUT_OFF = FaultOptions(seed=22, requests=20, cut_offs=3, retried_share=1.0, lease_s=2.0)
+CUT_OFF = FaultOptions(seed=26, requests=14, cut_offs=2, retried_share=1.0, lease_s=2.0)
 SECRET = "a secret of this test"
 PUMPS = 500
-LONG_CHUNK_S = 4.5
+LONG_CHUNK_S = 3.2
 
 
 class Told:
@@ -150,7 +150,7 @@ def test_kind_35_a_request_that_comes_again_is_not_taken_for_its_first_try(cut_o
 
 def test_a_prefill_whose_first_chunk_takes_longer_than_its_lease_is_believed_in(tmp_path: Path) -> None:
     """Its scheduler waits for the chunk; its other rank lives, and has sent no page yet."""
-    options = FaultOptions(lease_s=2.0, transfer_timeout_s=30.0)
+    options = FaultOptions(lease_s=1.5, transfer_timeout_s=30.0)
     stop = PlannedFault(
         kind="stop", after_ended=0, side="prefill", rank=1, moment="compute", delay_s=0.0, stop_s=LONG_CHUNK_S
     )
@@ -162,13 +162,15 @@ def test_a_prefill_whose_first_chunk_takes_longer_than_its_lease_is_believed_in(
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Iterator[Callable[..., tuple[DecodeHost, PrefillGroup]]]:
-    """Makes a decode worker and a group of four ranks."""
+    """Makes a decode worker and a group of four ranks, or of other settings."""
     stock = WorkerStock(tmp_path)
     made: list[DecodeHost | PrefillGroup] = []
 
-    def make(on_end: Callable[[str, CpkvError | None], None]) -> tuple[DecodeHost, PrefillGroup]:
-        settings = CALM.settings()
-        stock.prepare([DECODE, *(rank_name(rank) for rank in range(CALM.ranks))])
+    def make(
+        on_end: Callable[[str, CpkvError | None], None], options: FaultOptions = CALM
+    ) -> tuple[DecodeHost, PrefillGroup]:
+        settings = options.settings()
+        stock.prepare([DECODE, *(rank_name(rank) for rank in range(options.ranks))])
         decode = DecodeHost(stock, settings, SECRET, 64, 1, shuffle_seed=3)
         made.append(decode)
         decode.start()
@@ -226,7 +228,7 @@ def test_kind_34_ranks_that_connect_in_another_order_than_their_numbers(
 def test_kind_40_the_cause_of_a_rank_reaches_the_client(parts: Callable[..., tuple[DecodeHost, PrefillGroup]]) -> None:
     """The decode worker dies under a rank: the client learns which rank could not send, and why."""
     ended: dict[str, CpkvError | None] = {}
-    decode, group = parts(ended.__setitem__)
+    decode, group = parts(ended.__setitem__, FaultOptions(ranks=2))
     pages = announce(group, "a", 7)
     decode.worker.send_signal(signal.SIGKILL)
     decode.worker.wait(10)

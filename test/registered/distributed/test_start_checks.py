@@ -16,6 +16,7 @@ import torch
 
 from cpkv.config.settings import EngineSettings
 from cpkv.engine import cluster as cluster_module
+from cpkv.engine import worker_set
 from cpkv.engine.cluster import Cluster, check_equal_facts
 from cpkv.engine.commands import StartDecode, WorkerReady
 from cpkv.engine.decode_worker import DecodeWorker
@@ -49,7 +50,7 @@ from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.inprocess import InProcessBackend, InProcessFabric
 from cpkv.transfer.mooncake import MooncakeBackend
 
-register_cpu_ci(est_time=16, suite="distributed")
+register_cpu_ci(est_time=9, suite="distributed")
 
 SOON_S = 10.0
 SETTINGS = EngineSettings(num_pages=16, enable_cp_shared_kv=True, cp_size=2, page_size=16, transfer="inprocess")
@@ -110,7 +111,8 @@ def test_an_address_that_is_not_ours(start: Callable[..., Cluster]) -> None:
         start(host="203.0.113.7")
 
 
-def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster]) -> None:
+def test_a_decode_worker_that_is_not_there(start: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_set, "FIRST_CAUSE_GRACE_S", 0.1)
     cluster, port = start(), closed_port()
     started = time.monotonic()
     cluster.decode_address = ("127.0.0.1", port)

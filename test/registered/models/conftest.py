@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,12 @@ PromptMaker = Callable[..., list[int]]
 def one_thread_per_rank() -> None:
     """Ranks are threads here; one compute thread each keeps them from fighting over the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces of other processes on the machine are not ones that this test leaves behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +71,12 @@ def prompt() -> PromptMaker:
         return [rng.randrange(512) for _ in range(tokens)]
 
     return draw
+
+
+@pytest.fixture(scope="module")
+def reference_model() -> Callable[[Path], ReferenceModel]:
+    """The float64 reference on a checkpoint, loaded once."""
+    return lru_cache(maxsize=None)(ReferenceModel)
 
 
 @pytest.fixture(scope="module")

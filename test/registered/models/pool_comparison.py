@@ -60,6 +60,17 @@ VIEW_KINDS = (
     UNIFIED,
     BLOCKED,
 )
+# Of the model, its latent rows and its index keys.
+FORMATS: tuple[tuple[str, LatentDtype, IndexDtype], ...] = (
+    ("float32", "float32", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("float32", "float32", "fp8"),
+    ("bfloat16", "bfloat16", "fp8"),
+    ("float32", "fp8", "float32"),
+    ("float32", "fp8", "fp8"),
+    ("bfloat16", "fp8", "bfloat16"),
+    ("bfloat16", "fp8", "fp8"),
+)
 
 
 class PoolRun(NamedTuple):

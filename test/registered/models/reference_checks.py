@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from cpkv.config.names import LatentDtype
 from cpkv.model.dsa_model import DsaModel
+from cpkv.testing.checkpoints import TinyShape
 from cpkv.testing.oracle import TransformersOracle
 from cpkv.testing.ranks import PrefillTrace, ThreadedRanks
 from cpkv.testing.reference import ReferenceResult
@@ -195,3 +197,19 @@ class RuledOracle:
         assert not wrong, f"greedy tokens differ at positions {wrong[:5]}"
         last = float((ours.last_logits[name] - expected[-1]).abs().max())
         assert last <= tolerance, f"the reported last logits differ by {last:.3g}"
+
+
+def check_real_rows(
+    hot_model: Callable[..., Any], prompt: Callable[..., Any], oracle: Callable[..., Any], *, tokens: int, topk: int
+) -> None:
+    """Rows of real size in float32 against transformers, in two chunks; the last queries leave keys out."""
+    shape, cp_size, page = replace(TinyShape.real_rows(), index_topk=topk), 3, 64
+    _, model = hot_model("deepseek-v32", torch.float32, 4, shape)
+    ids = prompt(tokens)
+    geometry = model.shape.geometry(page, "float32", "float32")
+    pages = pages_of([tokens], page, cp_size)
+    ranks = ThreadedRanks(model, geometry, cp_size=cp_size, shared=True, num_pages=pages)
+    ours = ranks.prefill({"r": ids}, chunk_size=tokens * 2 // 3, strategy="interleave")
+    assert_same_collectives(ranks)
+    assert int((ours.choices["r"][0][-1] >= 0).sum()) == topk
+    oracle("deepseek-v32", 4, shape).check(ours, "r", ids, sets_equal=False)

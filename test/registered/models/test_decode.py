@@ -4,73 +4,29 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from decode_runs import check_against_reference, check_recall, run, settings_of
 from safetensors.torch import load_file, save_file
 
 from cpkv.config import EngineSettings
 from cpkv.engine.cluster import Cluster
-from cpkv.engine.generation import GenerationResult, generate
 from cpkv.engine.request import Request
 from cpkv.errors import CheckpointError
 from cpkv.protocol.messages import Sampling
 from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.checkpoints import TinyShape, write_block_fp8, write_hot_checkpoint
 from cpkv.testing.leaks import nothing_left_behind
-from cpkv.testing.recall_model import write_recall_checkpoint
-from cpkv.testing.recall_prompt import recall_delta, recall_prompt, recall_vocab_size
-from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="models")
+register_cpu_ci(est_time=20, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SMALL = TinyShape(num_hidden_layers=2, index_topk=8)
 
-
-@pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces of other processes on the machine are not ones that this test leaves behind."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def settings_of(requests: list[Request], page_size: int, cp_size: int, **options: object) -> EngineSettings:
-    """In-process settings with just enough pages for all prompts."""
-    pages = sum(-(-len(request.token_ids) // page_size) for request in requests)
-    return EngineSettings(
-        num_pages=(-(-pages // cp_size) + 1) * cp_size,
-        enable_cp_shared_kv=cp_size > 1,
-        cp_size=cp_size,
-        page_size=page_size,
-        transfer="inprocess",
-        **options,  # type: ignore[arg-type]
-    )
-
-
-def run(
-    checkpoint: Path, settings: EngineSettings, requests: list[Request], *, compare: bool = True
-) -> GenerationResult:
-    """Generate through the shared pool and, with `compare`, through the replicated one: every bit must be equal."""
-    tokens = sum(len(request.token_ids) + request.max_new_tokens for request in requests)
-    decode_pages = 2 + len(requests) + tokens // settings.page_size
-    with nothing_left_behind(), Cluster(settings, checkpoint, decode_pages=decode_pages, shuffle_seed=5) as cluster:
-        shared = generate(cluster, requests, shared=settings.enable_cp_shared_kv)
-        if compare:
-            assert shared.same_bits(generate(cluster, requests, shared=False)), "shared and replicated differ in a bit"
-    return shared
-
-
-def check_against_reference(checkpoint: Path, requests: list[Request], result: GenerationResult) -> None:
-    """Tokens equal and logits within 1e-9 of the float64 reference, which decodes by itself."""
-    oracle = ReferenceModel(checkpoint)
-    for request in requests:
-        tokens, logits = oracle.generate(list(request.token_ids), request.max_new_tokens)
-        assert result.tokens[request.request_id] == tokens
-        difference = (result.logits[request.request_id] - logits[: request.max_new_tokens]).abs().max()
-        assert float(difference) <= 1e-9
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,24 +55,17 @@ def test_every_length_up_to_three_pages_and_one(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "index_dtype"),
-    [("float32", "float32"), ("float32", "fp8"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8")],
+    ("family", "dtype", "index_dtype"),
+    [
+        ("glm5", "float32", "float32"),
+        ("glm5", "bfloat16", "bfloat16"),
+        ("glm52", "float32", "fp8"),
+        ("deepseek-v32", "bfloat16", "fp8"),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_recall_model_answers_right(family: str, dtype: str, index_dtype: str, tmp_path: Path) -> None:
     """Answers come from pages all over the cache, so a page of another position or owner gives a wrong one."""
-    lengths = (800, 500)
-    delta, vocab_size = recall_delta(family, min(lengths)), recall_vocab_size(family, max(lengths), 16)
-    checkpoint = tmp_path / "checkpoint"
-    write_recall_checkpoint(checkpoint, family, vocab_size=vocab_size, delta=delta)
-    prompts = [recall_prompt(family, length, 16, 12, 3, vocab_size=vocab_size, delta=delta) for length in lengths]
-    requests = [Request(f"r{i}", made.token_ids, 12) for i, made in enumerate(prompts) if made is not None]
-    assert len(requests) == 2
-    settings = settings_of(requests, 16, 3, chunk_size=300, dtype=dtype, index_dtype=index_dtype)
-    result = run(checkpoint, settings, requests)
-    for request, made in zip(requests, prompts, strict=True):
-        assert made is not None
-        assert tuple(result.tokens[request.request_id]) == made.answers
+    check_recall(tmp_path / "checkpoint", family, dtype, index_dtype, (500, 300))
 
 
 def dequantised_copy(quantised: Path, folder: Path) -> Path:

@@ -13,22 +13,18 @@ import torch
 from covering import Case, covering_set, uncovered_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_checks import assert_same_collectives, check_float64, pages_of, prefill_case
+from random_batches import FAMILIES, check_either_pool_and_reference
+from reference_checks import check_float64, prefill_case
 
-from cpkv.testing.checkpoints import TinyShape
-from cpkv.testing.ranks import ThreadedRanks
-from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="models")
-
-FAMILIES = ("glm5", "glm52", "deepseek-v32")
-SMALL = TinyShape(num_hidden_layers=2, index_topk=16)
+register_cpu_ci(est_time=11, suite="models")
 
 
 def test_every_pair_of_values_is_covered() -> None:
-    assert uncovered_pairs(covering_set()) == set()
-    assert 30 <= len(covering_set()) <= 50
+    for family in (*FAMILIES, None):
+        assert uncovered_pairs(covering_set(family), family) == set()
+        assert 30 <= len(covering_set(family)) <= 50
 
 
 @pytest.mark.parametrize("case", covering_set(), ids=str)
@@ -39,32 +35,10 @@ def test_prefill_equals_the_reference(case: Case, hot_model: Callable, prompt: C
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=67)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_any_batch_equals_the_reference(
-    hot_model: Callable, prompt: Callable, family: str, data: st.DataObject
+    hot_model: Callable, prompt: Callable, reference_model: Callable, family: str, data: st.DataObject
 ) -> None:
     """Requests of any lengths, at most 300 tokens in all, any ranks, split, chunk and page, few index heads (ties)."""
-    index_heads = data.draw(st.sampled_from((1, 4)), "index heads")
-    lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3), "lengths")
-    cp_size = data.draw(st.integers(1, 4), "cp_size")
-    page_size = data.draw(st.sampled_from((1, 3, 16)), "page_size")
-    checkpoint, model = hot_model(family, torch.float64, index_heads=index_heads, shape=SMALL)
-    prompts = {f"r{i}": prompt(length, i) for i, length in enumerate(lengths)}
-    ranks = ThreadedRanks(
-        model,
-        model.shape.geometry(page_size, "float64", "float64"),
-        cp_size=cp_size,
-        shared=data.draw(st.booleans(), "shared"),
-        num_pages=pages_of(lengths, page_size, cp_size),
-    )
-    ours = ranks.prefill(
-        prompts,
-        chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
-        strategy=data.draw(st.sampled_from(("zigzag", "interleave")), "strategy"),
-        current_reuse=data.draw(st.booleans(), "current_reuse"),
-    )
-    reference = ReferenceModel(checkpoint)
-    for name, ids in prompts.items():
-        check_float64(ours, name, reference.forward(ids, record_indices=True))
-    assert_same_collectives(ranks)
+    check_either_pool_and_reference(data, family, hot_model, prompt, reference_model)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from cpkv.testing.ranks import ThreadedRanks
 from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=18, suite="models")
+register_cpu_ci(est_time=15, suite="models")
 
 FAMILIES = ("glm5", "glm52", "deepseek-v32")
 SPLITS = ("zigzag", "interleave")
@@ -46,6 +46,21 @@ def run_both(
         strategy=strategy,  # type: ignore[arg-type]
     )
     return shared
+
+
+def run_shared(model: DsaModel, prompts: dict[str, list[int]], *, cp_size: int, chunk_size: int) -> PoolRun:
+    """The shared pool in float64 alone."""
+    return run_pool(
+        model,
+        prompts,
+        shared=True,
+        dtype="float64",
+        index_dtype="float64",
+        page_size=PAGE,
+        cp_size=cp_size,
+        chunk_size=chunk_size,
+        strategy="zigzag",
+    )
 
 
 def check_all(run: PoolRun, checkpoint: Path, prompts: dict[str, list[int]]) -> None:
@@ -76,7 +91,7 @@ def test_rope_positions_are_those_of_the_request(
     prompts = {"first": prompt(50, 1), "second": prompt(61, 2)}
     split = run_both(model, prompts, cp_size=4, chunk_size=37, strategy=strategy)
     for name, ids in prompts.items():
-        alone = run_both(model, {name: ids}, cp_size=1, chunk_size=100)
+        alone = run_shared(model, {name: ids}, cp_size=1, chunk_size=100)
         rows, expected = (stored_request(run, name).latent_rows().view(torch.float64) for run in (split, alone))
         assert float((rows - expected).abs().max()) <= 1e-9, f"stored rows of {name} depend on the split"
         rope = expected[..., model.shape.kv_lora_rank :]
@@ -116,7 +131,7 @@ def test_ranks_without_a_token_or_a_page(hot_model: Callable, prompt: Callable, 
         assert any(not len(plan.local_tokens(rank).packed) for rank in range(8))
         assert any(not len(plan.page_writes(rank).packed) for rank in range(8))
     assert_same_collectives(run.ranks)
-    busy = run_both(model, {"r": prompt(190)}, cp_size=8, chunk_size=100, strategy=strategy)
+    busy = run_shared(model, {"r": prompt(190)}, cp_size=8, chunk_size=100)
     labels = [[collective.label for collective in ranks.sequences[0]] for ranks in (run.ranks, busy.ranks)]
     assert labels[0] == labels[1], "which collectives run depends on how many tokens there are"
 
@@ -166,17 +181,7 @@ def test_keys_are_written_where_scoring_is_skipped(hot_model: Callable, prompt: 
     """Kind 25: a first chunk no longer than the top-k needs no scores; later chunks need its keys all the same."""
     checkpoint, model = hot_model(family, torch.float64, 4, SMALL)
     topk, start = model.shape.topk, {"r": prompt(model.shape.topk)}
-    run = run_pool(
-        model,
-        start,
-        shared=True,
-        dtype="float64",
-        index_dtype="float64",
-        page_size=PAGE,
-        cp_size=4,
-        chunk_size=topk,
-        strategy="zigzag",
-    )
+    run = run_shared(model, start, cp_size=4, chunk_size=topk)
     keys = stored_request(run, "r").index_keys()
     assert not bool((keys == POISON_BYTE).all(-1).any()), "an index key was not written"
     longer = {"r": prompt(90)}
@@ -194,7 +199,7 @@ def test_the_rope_layout_of_the_indexer(hot_model: Callable, prompt: Callable, f
     other = "interleaved" if right.indexer_rope == "halves" else "halves"
     model.shape = replace(right, indexer_rope=other)  # type: ignore[arg-type]
     try:
-        wrong = run_both(model, prompts, cp_size=2, chunk_size=50)
+        wrong = run_shared(model, prompts, cp_size=2, chunk_size=50)
     finally:
         model.shape = right
     with pytest.raises(AssertionError, match="chosen sets differ"):

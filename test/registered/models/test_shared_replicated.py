@@ -7,144 +7,73 @@ ids are shuffled, so whatever reads a byte that nobody wrote, or a page of someo
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
-from allpairspy import AllPairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_comparison import (
     BLOCKED,
+    FORMATS,
     FULL,
     MIXED,
     UNIFIED,
     VIEW_KINDS,
     ViewKind,
-    check_same_bits,
     check_views,
     run_pool,
 )
-from reference_checks import check_float64, pages_of
+from random_batches import FAMILIES, SPLITS, check_both_pools_and_reference, check_served_formats
+from reference_checks import pages_of
+from view_cases import ThreeRequests, daily_kinds, daily_three_requests
 
 from cpkv.errors import NumericsError
 from cpkv.model.shape import ModelShape
-from cpkv.ops.reference.latent_rows import torch_dtype
 from cpkv.pool.page_pool import PagePool
 from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.checkpoints import TinyShape
 from cpkv.testing.ranks import ThreadedRanks
-from cpkv.testing.reference import ReferenceModel
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=120, suite="models")
-
-FAMILIES = ("glm5", "glm52", "deepseek-v32")
-SPLITS = ("zigzag", "interleave")
-# Of the model, its latent rows and its index keys.
-FORMATS = (
-    ("float32", "float32", "float32"),
-    ("bfloat16", "bfloat16", "bfloat16"),
-    ("float32", "float32", "fp8"),
-    ("bfloat16", "bfloat16", "fp8"),
-    ("float32", "fp8", "float32"),
-    ("float32", "fp8", "fp8"),
-    ("bfloat16", "fp8", "bfloat16"),
-    ("bfloat16", "fp8", "fp8"),
-)
-SMALL = TinyShape(num_hidden_layers=2, index_topk=16)
+register_cpu_ci(est_time=30, suite="models")
 
 
-def combinations() -> list[tuple[object, ...]]:
-    """Every pair of view, format, ranks, page size, family, chunk size and split occurs; about 90."""
-    values: tuple[Sequence[object], ...] = (
-        VIEW_KINDS, FORMATS, range(1, 9), (1, 3, 16, 64), FAMILIES, (33, 77, 301), SPLITS,
-    )  # fmt: skip
-    return [tuple(row) for row in AllPairs(values)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "formats", "cp_size", "page_size", "family", "chunk_size", "strategy"),
-    combinations(),
-    ids=lambda value: (
-        str(value) if isinstance(value, ViewKind) else "-".join(value) if isinstance(value, tuple) else None
-    ),
-)
-def test_a_batch_of_requests_has_the_same_bits(
-    hot_model: Callable,
-    prompt: Callable,
-    kind: ViewKind,
-    formats: tuple[str, str, str],
-    cp_size: int,
-    page_size: int,
-    family: str,
-    chunk_size: int,
-    strategy: str,
-) -> None:
+@pytest.mark.parametrize("case", daily_three_requests(), ids=str)
+def test_a_batch_of_requests_has_the_same_bits(hot_model: Callable, prompt: Callable, case: ThreeRequests) -> None:
     """Kinds 16, 20, 21, 24, 25: requests of different history in one batch, a long batch and then a short one."""
-    model_dtype, dtype, index_dtype = formats
-    # A layer's index slot is not its number then.
-    types = ("full", "shared", "full", "shared") if family == "glm52" else None
-    _, model = hot_model(family, torch_dtype(model_dtype), indexer_types=types)  # type: ignore[arg-type]
-    check_same_bits(
-        model,
-        {"long": prompt(150, 1), "one": prompt(1, 2), "short": prompt(37, 3)},
-        dtype=dtype,
-        index_dtype=index_dtype,
-        page_size=page_size,
-        cp_size=cp_size,
-        chunk_size=chunk_size,
-        strategy=strategy,
-        kind=kind,
+    case.check(hot_model, prompt, daily_kinds(case))
+
+
+def test_every_view_meets_every_format_split_and_number_of_ranks() -> None:
+    """Each kind of view meets half of the formats and numbers of ranks, and with its like all of them."""
+    assert {kind for case in daily_three_requests() for kind in daily_kinds(case)} == set(VIEW_KINDS)
+    assert all(
+        {"mixed", "full", "unified", "blocked"} <= {k.view for k in daily_kinds(c)} for c in daily_three_requests()
     )
+    cases = [case for case in daily_three_requests() if case.chunk_size < 150]
+    assert {case.formats for case in cases} == set(FORMATS)
+    assert {case.cp_size for case in cases} == set(range(1, 9))
+    assert {case.strategy for case in cases} == set(SPLITS)
+    assert {case.family for case in cases} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=67)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_any_batch_equals_replicated_and_the_reference(
-    hot_model: Callable, prompt: Callable, family: str, data: st.DataObject
+    hot_model: Callable, prompt: Callable, reference_model: Callable, family: str, data: st.DataObject
 ) -> None:
     """float64, at most 300 tokens in all: both pools to the bit, and the reference within 1e-9."""
-    lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3), "lengths")
-    checkpoint, model = hot_model(family, torch.float64, data.draw(st.sampled_from((1, 4, 16)), "heads"), SMALL)
-    prompts = {f"r{i}": prompt(length, i) for i, length in enumerate(lengths)}
-    shared, _ = check_same_bits(
-        model,
-        prompts,
-        dtype="float64",
-        index_dtype="float64",
-        page_size=data.draw(st.sampled_from((1, 3, 16, 64)), "page_size"),
-        cp_size=data.draw(st.integers(1, 8), "cp_size"),
-        chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
-        strategy=data.draw(st.sampled_from(SPLITS), "strategy"),
-        kind=data.draw(st.sampled_from(VIEW_KINDS), "view"),
-    )
-    reference = ReferenceModel(checkpoint)
-    for name, ids in prompts.items():
-        check_float64(shared.trace, name, reference.forward(ids, record_indices=True))
+    check_both_pools_and_reference(data, family, hot_model, prompt, reference_model)  # type: ignore[arg-type]
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_batch_has_the_same_bits(hot_model: Callable, prompt: Callable, data: st.DataObject) -> None:
-    """The stored formats that are served, with few heads: ties, which no reference in float64 would decide alike."""
-    model_dtype, dtype, index_dtype = data.draw(st.sampled_from(FORMATS), "formats")
-    family = data.draw(st.sampled_from(FAMILIES), "family")
-    _, model = hot_model(family, torch_dtype(model_dtype), 4, SMALL)  # type: ignore[arg-type]
-    lengths = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=3), "lengths")
-    check_same_bits(
-        model,
-        {f"r{i}": prompt(length, i) for i, length in enumerate(lengths)},
-        dtype=dtype,
-        index_dtype=index_dtype,
-        page_size=data.draw(st.sampled_from((1, 3, 16, 64)), "page_size"),
-        cp_size=data.draw(st.integers(1, 8), "cp_size"),
-        chunk_size=-(-sum(lengths) // data.draw(st.integers(1, 12), "batches")),
-        strategy=data.draw(st.sampled_from(SPLITS), "strategy"),
-        kind=data.draw(st.sampled_from(VIEW_KINDS), "view"),
-    )
+    """The stored formats that are served."""
+    check_served_formats(data, hot_model, prompt)
 
 
 def poison_behind_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.backends import why_not
 from cpkv.transfer.runs import Region, Run
 
-register_cpu_ci(est_time=25, suite="transfer")
+register_cpu_ci(est_time=30, suite="transfer")
 
 Spawn = Callable[[int], PeerProcess]
 # The least that each takes; a stopped peer is named after half of it.
@@ -77,8 +77,10 @@ def test_bytes_of_two_senders_reach_another_process_and_none_after_it_took_its_m
     assert receiver.holds(expected_bytes(source, receiver.region, runs))
     held = receiver.unregister()
     source.fill(6)
-    for sender in senders:
-        status = sender.wait(sender.submit(receiver.peer, runs), 10)
+    refused = [(sender, sender.submit(receiver.peer, runs)) for sender in senders]
+    assert eventually(lambda: all(sender.poll(transfer).state != "pending" for sender, transfer in refused), 15)
+    for sender, transfer in refused:
+        status = sender.poll(transfer)
         assert status.state == "failed" and receiver.peer.session_id in status.cause
     assert receiver.digest() == held
 

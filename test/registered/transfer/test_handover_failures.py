@@ -11,6 +11,7 @@ import pytest
 from handover_group import PAGE, RANKS, Group, SelectiveFabric, check_whole, requests_of
 
 from cpkv.cache.allocator import PageAllocator
+from cpkv.engine import rank_transfers
 from cpkv.engine.decode_worker import DecodeWorker
 from cpkv.engine.generation import generate
 from cpkv.engine.prefill import PrefillScheduler
@@ -29,7 +30,7 @@ from cpkv.testing.waiting import eventually
 from cpkv.transfer.backend import TransferStatus
 from cpkv.transfer.runs import Run
 
-register_cpu_ci(est_time=20, suite="transfer")
+register_cpu_ci(est_time=15, suite="transfer")
 
 
 def test_a_failed_transfer_is_reported_and_others_go_on(start: Callable[..., Group], monkeypatch: Any) -> None:
@@ -196,7 +197,10 @@ def test_a_write_that_ends_late_frees_its_pages(start: Callable[..., Group]) -> 
     check_whole(scheduler.allocator)
 
 
-def test_an_engine_that_had_to_be_closed_is_replaced(start: Callable[..., Group]) -> None:
+def test_an_engine_that_had_to_be_closed_is_replaced(
+    start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_transfers, "DRAIN_TIMEOUT_S", 0.2)
     group = start(transfer_timeout_s=1.0, debug=False)
     (request,) = requests_of(30)
     group.fabric.holding = True

@@ -1,15 +1,12 @@
-"""What is particular to Mooncake: peers in processes of their own that die or stop, refusals, and the environment."""
+"""What is particular to Mooncake: a peer that does not answer at first, refusals, and the environment."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,77 +14,20 @@ import numpy as np
 import pytest
 
 from cpkv.errors import ConfigError, TransferError
+from cpkv.testing.backends import PeerProcess, peer_processes, poll_to_the_end
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer import mooncake
-from cpkv.transfer.backend import Peer, Region, Run, TransferStatus
+from cpkv.transfer.backend import Peer, Region, Run
 from cpkv.transfer.mooncake import MooncakeBackend, prepare_environment
 
-register_cpu_ci(est_time=12, suite="transfer")
-
-PEER_PROGRAM = """
-import hashlib, sys
-import numpy as np
-from cpkv.transfer.mooncake import MooncakeBackend
-from cpkv.transfer.runs import Region
-memory = np.full(int(sys.argv[1]), 0xFF, np.uint8)
-with MooncakeBackend() as backend:
-    backend.register(Region(memory.ctypes.data, memory.nbytes))
-    print(backend.session_id, memory.ctypes.data, flush=True)
-    for line in sys.stdin:
-        print(hashlib.sha256(memory).hexdigest(), flush=True)
-"""
-
-
-class PeerProcess:
-    """A receiver in a process of its own, which says where its memory is and, when asked, its digest."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PEER_PROGRAM, str(num_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        session_id, address = self._read().split()
-        self.region = Region(int(address), num_bytes)
-        self.peer = Peer(session_id, (self.region,))
-
-    def digest(self) -> str:
-        self.process.stdin.write("digest\n")
-        self.process.stdin.flush()
-        return self._read().strip()
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        # Its threads run on for a moment after the signal; this returns once all of them have stopped.
-        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _read(self) -> str:
-        return self.process.stdout.readline()
+register_cpu_ci(est_time=6, suite="transfer")
 
 
 @pytest.fixture
 def spawn() -> Iterator[Callable[[int], PeerProcess]]:
     needs_mooncake()
-    peers: list[PeerProcess] = []
-
-    def start(num_bytes: int) -> PeerProcess:
-        peers.append(PeerProcess(num_bytes))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        peer.close()
+    with peer_processes("mooncake") as start:
+        yield start
 
 
 def needs_mooncake() -> None:
@@ -100,82 +40,21 @@ def filled(num_bytes: int) -> tuple[np.ndarray, Region]:
     return source, Region(source.ctypes.data, num_bytes)
 
 
-def pieces(source: Region, target: Region, step: int) -> list[Run]:
-    """Runs of step - 1 bytes at each step, so that none merges with the next."""
-    return [Run(source.address + at, target.address + at, step - 1) for at in range(0, source.length, step)]
-
-
-def polled_to_the_end(backend: MooncakeBackend, transfer: int, limit_s: float) -> tuple[TransferStatus, float]:
-    """The last status, and the longest time that one poll took."""
-    longest, deadline = 0.0, time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        begun = time.monotonic()
-        status = backend.poll(transfer)
-        longest = max(longest, time.monotonic() - begun)
-        if status.state != "pending":
-            break
-        time.sleep(0.001)
-    return status, longest
-
-
-def test_bytes_reach_another_process_bit_for_bit(spawn: Callable[[int], PeerProcess]) -> None:
-    size = 3 << 20
-    receiver, (source, region) = spawn(size), filled(size)
-    expected = np.full(size, 0xFF, np.uint8)
-    runs = pieces(region, receiver.region, 1001)[:-1]
-    for run in runs:
-        at = run.source - region.address
-        expected[at : at + run.length] = source[at : at + run.length]
-    with MooncakeBackend() as sender:
-        sender.register(region)
-        assert sender.wait(sender.submit(receiver.peer, runs), 15).state == "done"
-    assert receiver.digest() == hashlib.sha256(expected).hexdigest()
-
-
-def test_a_peer_killed_in_the_middle_fails_the_transfer_soon_and_only_it(spawn: Callable[[int], PeerProcess]) -> None:
-    size = 48 << 20
-    victim, other, (_, region) = spawn(size), spawn(size), filled(size)
-    with MooncakeBackend() as sender:
-        sender.register(region)
-        transfer = sender.submit(victim.peer, pieces(region, victim.region, 1 << 15))
-        while len(sender._pending[transfer].runs) > 1400:
-            assert sender.poll(transfer).state == "pending"
-        victim.process.kill()
-        begun = time.monotonic()
-        status = sender.wait(transfer, 15)
-        assert status.state == "failed" and time.monotonic() - begun < 10
-        assert "bytes from 0x" in status.cause and victim.peer.session_id in status.cause
-        assert sender.outstanding() == 0 and sender.drain(0)
-        again = sender.submit(victim.peer, pieces(region, victim.region, 1 << 20))
-        assert "is not there" in sender.wait(again, 10).cause
-        good = sender.submit(other.peer, [Run(region.address, other.region.address, size)])
-        assert sender.wait(good, 15).state == "done"
-
-
-def test_a_peer_that_stops_never_blocks_a_poll(
-    spawn: Callable[[int], PeerProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):
-        monkeypatch.setenv(name, "2")
+def test_a_peer_that_is_stopped_at_first_contact_never_blocks_a_poll(spawn: Callable[[int], PeerProcess]) -> None:
     size = 1 << 20
     receiver, (source, region) = spawn(size), filled(size)
     with MooncakeBackend(transfer_timeout_s=5) as sender:
         sender.register(region)
         runs = [Run(region.address, receiver.region.address, size)]
         receiver.stop()
-        status, longest = polled_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
-        assert "has not answered for 2.5 s" in status.cause, "at first contact"
+        state, cause, longest = poll_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
+        assert state == "failed" and "has not answered for 2.5 s" in cause
         assert longest < 1
         second = sender.submit(receiver.peer, runs)
         assert sender.poll(second).state == "pending", "each transfer waits its own time for an answer"
         receiver.go_on()
         assert sender.wait(second, 10).state == "done", "it answers again"
-        receiver.stop()
-        status, longest = polled_to_the_end(sender, sender.submit(receiver.peer, runs), 10)
-        assert status.state == "failed" and "has stopped" in status.cause, "after contact"
-        assert longest < 1
-        receiver.go_on()
-    assert receiver.digest() == hashlib.sha256(source).hexdigest()
+    assert receiver.holds(source)
 
 
 def test_a_start_without_a_free_port_is_a_typed_error_and_no_crash() -> None:

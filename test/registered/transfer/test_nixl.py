@@ -20,7 +20,7 @@ from cpkv.transfer import nixl
 from cpkv.transfer.backend import Peer, Region, Run, TransferStatus
 from cpkv.transfer.nixl import NixlBackend
 
-register_cpu_ci(est_time=14, suite="transfer")
+register_cpu_ci(est_time=11, suite="transfer")
 
 Spawn = Callable[[int], PeerProcess]
 
@@ -58,7 +58,7 @@ def polled_to_the_end(backend: NixlBackend, transfer: int, limit_s: float) -> tu
 def test_a_stopped_peer_fails_in_bounded_time_and_is_written_to_no_more(spawn: Spawn) -> None:
     size = 12 << 20
     victim, other, (source, region) = spawn(size), spawn(size), filled(size, 1)
-    with NixlBackend(transfer_timeout_s=3) as sender:
+    with NixlBackend(transfer_timeout_s=1) as sender:
         sender.register(region)
         first = sender.submit(victim.peer, [Run(region.address, victim.region.address, 4096)])
         assert sender.wait(first, 10).state == "done"
@@ -192,7 +192,7 @@ def test_a_write_that_straddles_the_end_of_what_the_peer_registered_is_refused(
 
 
 def test_close_in_the_middle_reads_nothing_afterwards(spawn: Spawn) -> None:
-    size = 48 << 20
+    size = 24 << 20
     receiver, (source, region) = spawn(size), filled(size, 1)
     sender = NixlBackend()
     sender.register(region)

@@ -17,10 +17,10 @@ from cpkv.testing.recall_prompt import recall_delta, recall_vocab_size
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.backends import why_not
 
-register_cpu_ci(est_time=65, suite="transfer")
+register_cpu_ci(est_time=48, suite="transfer")
 
 CPKV = (sys.executable, "-c", "from cpkv.cli.main import run; run()")
-FAMILY, TOKENS, PAGE = "glm5", 600, 64
+FAMILY, TOKENS, PAGE = "glm5", 200, 64
 SECRET = {"CPKV_SECRET": secrets.token_hex(16)}
 
 
@@ -75,10 +75,21 @@ class DecodeHost:
         return status, self.registry.wait(30)
 
 
-def demo(host: Host, registry: str, transfer: str, *more: str) -> subprocess.CompletedProcess[str]:
+def demo(host: Host, registry: str, transfer: str, cp_size: int, *more: str) -> subprocess.CompletedProcess[str]:
     command = (
-        *(*CPKV, "demo", "--model-family", FAMILY, "--prompt-tokens", str(TOKENS), "--chunk-size", "200"),
-        *("--cp-size", "2", "--requests", "1", "--transfer", transfer, "--host", host.address),
+        *(*CPKV, "demo", "--model-family", FAMILY, "--prompt-tokens", str(TOKENS), "--chunk-size", "100"),
+        *(
+            "--cp-size",
+            str(cp_size),
+            "--requests",
+            "1",
+            "--max-new-tokens",
+            "4",
+            "--transfer",
+            transfer,
+            "--host",
+            host.address,
+        ),
         *("--registry", registry, "--json", *more),
     )
     log = host.folder / "demo.json"
@@ -93,8 +104,8 @@ def _folder_is_hidden(host: Host, other: Path) -> bool:
     return listed.stdout == ""
 
 
-@pytest.mark.parametrize("transfer", ["mooncake", "tcp"])
-def test_the_demo_across_two_hosts(hosts: tuple[Host, Host], transfer: str) -> None:
+@pytest.mark.parametrize(("transfer", "cp_size"), [("mooncake", 2), ("tcp", 1)])
+def test_the_demo_across_two_hosts(hosts: tuple[Host, Host], transfer: str, cp_size: int) -> None:
     """Prefill on one, decode and registry on the other: answers right, every bit as replicated, as transformers."""
     reason = why_not(transfer)
     if reason is not None:
@@ -103,7 +114,7 @@ def test_the_demo_across_two_hosts(hosts: tuple[Host, Host], transfer: str) -> N
     assert _folder_is_hidden(prefill, decode.folder)
     assert _folder_is_hidden(decode, prefill.folder)
     with DecodeHost(decode, transfer) as server:
-        ended = demo(prefill, server.registry_address, transfer, "--verify-transfer")
+        ended = demo(prefill, server.registry_address, transfer, cp_size, "--verify-transfer")
         assert ended.returncode == 0, ended.stdout[-2000:]
         report = json.loads(ended.stdout.splitlines()[-1])
         assert report["bitwise_equal_replicated"]
@@ -116,7 +127,7 @@ def test_shared_memory_takes_one_host(hosts: tuple[Host, Host]) -> None:
     """And says which hosts, and what works instead."""
     prefill, decode = hosts
     with DecodeHost(decode, "shm") as server:
-        ended = demo(prefill, server.registry_address, "shm")
+        ended = demo(prefill, server.registry_address, "shm", 1)
         assert ended.returncode == 2
         assert "runs in another network namespace of this host" in ended.stdout, ended.stdout[-2000:]
         assert "use --transfer tcp or mooncake" in ended.stdout

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from gather_checks import (
+    HISTORIES,
+    LONGEST,
+    NO_HISTORY,
+    check_bytes,
+    check_order,
+    check_scratch,
+    gathers_by_rule,
+)
 from view_ranks import (
     EIGHT_LAYERS,
     FORMATS,
@@ -24,60 +34,31 @@ from view_ranks import (
 
 from cpkv.config.names import ViewName
 from cpkv.errors import CpkvError, NumericsError, WorkerDiedError
-from cpkv.layout.pool_geometry import PoolGeometry
-from cpkv.layout.view_costs import ViewOptions
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.views.counters import ViewCounters
 from cpkv.views.history_gather import GatherLane
 
-register_cpu_ci(est_time=16, suite="unit")
+register_cpu_ci(est_time=11, suite="unit")
 
-HISTORIES = [(0, 7), (5, 1), (17, 20), (33, 2)]
-NO_HISTORY = [(0, 7), (0, 1), (0, 37)]
-LONGEST = 37
-
-
-def gathers_by_rule(geometry: PoolGeometry, scored: bool) -> list[str]:
-    """Each layer's rows, then its index keys where it has an indexer and somebody scores."""
-    labels = []
-    for layer, slot in enumerate(geometry.slots):
-        labels.append(f"latent pages {layer}")
-        if slot >= 0 and scored:
-            labels.append(f"index pages {layer}")
-    return labels
+# Views that gather ahead where they may, and those that never do.
+PREFETCH_OR_NOT = [
+    *product(("mixed", "full", "layer-split"), (True, False)),
+    ("unified", True),
+    ("blocked", False),
+    ("current", True),
+    ("replicated", False),
+]
 
 
-def most_history_pages(prompts: list[Prompt], page_size: int, cp_size: int) -> tuple[int, int]:
-    """Pages that hold history: of the owner with the most, and of all."""
-    pages = {page for prompt in prompts for page in prompt.pages[: -(-prompt.history // page_size)]}
-    return max(sum(page % cp_size == owner for page in pages) for owner in range(cp_size)), len(pages)
-
-
-@pytest.mark.parametrize("topk", [1, LONGEST - 1, LONGEST])
+# Every number of ranks and every top-k with each view, with and without prefetch.
+@pytest.mark.parametrize(("cp_size", "topk"), [(2, 1), (4, LONGEST - 1), (8, LONGEST), (8, 1)])
 @pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
 @pytest.mark.parametrize("view", ["mixed", "full"])
 def test_all_ranks_start_the_same_gathers_in_the_order_of_the_plan(
-    view: ViewName, cp_size: int, prefetch: bool, topk: int
+    view: ViewName, prefetch: bool, cp_size: int, topk: int
 ) -> None:
     """Kinds 21 and 32: also ranks without a token or a page; with prefetch in a group of their own."""
-    geometry = make_geometry(16, FORMATS[1], EIGHT_LAYERS)
-    prompts = make_prompts(geometry, cp_size, HISTORIES)
-    assert max(prompt.tokens for prompt in prompts) == LONGEST
-    ranks = ViewRanks(geometry, cp_size, prompts, view, options=SMALL._replace(prefetch=prefetch), topk=topk)
-    ranks.store_history(prompts)
-    check_seen(ranks, ranks.read(prompts), prompts)
-    pages, _ = most_history_pages(prompts, 16, cp_size)
-    sizes = {"latent": (pages, 16 * geometry.row_format.latent_row_bytes), "index": (pages, geometry.index_block_bytes)}
-    for comm in ranks.comms:
-        gathers, others = comm.sequence, comm.prefetch.sequence
-        if prefetch:
-            gathers, others = others, gathers
-        assert others == []
-        assert gathers is not None
-        assert [one.label for one in gathers] == gathers_by_rule(geometry, topk < LONGEST)
-        assert [one.shape for one in gathers] == [sizes[one.label.split()[0]] for one in gathers]
-        assert {(one.kind, one.dtype) for one in gathers} == {("all_gather", "torch.uint8")}
+    check_order(view, cp_size, prefetch, topk)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -136,27 +117,14 @@ def test_blocked_gathers_each_block_of_keys_once_a_layer() -> None:
     assert labels == [f"index pages {layer}" for layer in (0, 2) for _ in range(1 + 2 + 2)]
 
 
-@pytest.mark.parametrize("topk", [1, LONGEST])
 @pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize(("cp_size", "page_size"), [(2, 1), (3, 16), (4, 3), (8, 3)])
+@pytest.mark.parametrize(("cp_size", "page_size", "topk"), [(2, 1, 1), (3, 16, LONGEST), (4, 3, 1), (8, 3, LONGEST)])
 @pytest.mark.parametrize("view", ["mixed", "full", "layer-split"])
 def test_the_bytes_moved_are_those_of_the_planner_and_of_a_count(
-    view: ViewName, cp_size: int, page_size: int, prefetch: bool, topk: int
+    view: ViewName, cp_size: int, page_size: int, topk: int, prefetch: bool
 ) -> None:
     """Kind 36: each page that holds history once in every layer and slot that is read, and the padding."""
-    geometry = make_geometry(page_size, FORMATS[3], EIGHT_LAYERS)
-    prompts = make_prompts(geometry, cp_size, HISTORIES)
-    ranks = ViewRanks(geometry, cp_size, prompts, view, options=SMALL._replace(prefetch=prefetch), topk=topk)
-    ranks.store_history(prompts)
-    check_seen(ranks, ranks.read(prompts), prompts)
-    cost = ranks.cost(ranks.plan(prompts))
-    owners = ranks.placement.cp_size
-    most, pages = most_history_pages(prompts, page_size, owners)
-    page_bytes = geometry.page_bytes if topk < LONGEST else geometry.latent_page_bytes
-    for counters in ranks.counters:
-        assert counters.batches == {view: 1}
-        assert counters.moved_bytes == cost.moved_bytes == owners * most * page_bytes
-        assert counters.history_bytes == pages * page_bytes
+    check_bytes(view, cp_size, page_size, prefetch, topk)
 
 
 @pytest.mark.parametrize("topk", [1, LONGEST])
@@ -184,26 +152,13 @@ def test_blocked_moves_the_blocks_of_keys_and_the_rows_that_were_asked_for(
 
 
 @pytest.mark.parametrize("topk", [1, LONGEST])
-@pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("lengths", [HISTORIES, NO_HISTORY, [(0, 1)]], ids=["history", "no history", "one token"])
-@pytest.mark.parametrize("view", [*ONE_COPY, "current", "replicated", "layer-split"])
+@pytest.mark.parametrize(("view", "prefetch"), PREFETCH_OR_NOT)
 def test_the_scratch_is_what_the_planner_says(
-    view: ViewName, lengths: list[tuple[int, int]], prefetch: bool, topk: int, tmp_path: Path
+    view: ViewName, prefetch: bool, lengths: list[tuple[int, int]], topk: int, tmp_path: Path
 ) -> None:
     """Allocated and counted; of `unified` the tail is counted too, and lies in the pool."""
-    if view == "current":
-        lengths = [(0, sum(both)) for both in lengths]
-    geometry = make_geometry(3, FORMATS[3], EIGHT_LAYERS)
-    prompts = make_prompts(geometry, 4, lengths)
-    ranks = ViewRanks(geometry, 4, prompts, view, folder=tmp_path, options=ViewOptions(prefetch), topk=topk)
-    ranks.store_history(prompts)
-    check_seen(ranks, ranks.read(prompts), prompts)
-    cost = ranks.cost(ranks.plan(prompts))
-    tail = -(-cost.buffers.get("tail", 0) // 64) * 64
-    assert bool(tail) is (view == "unified")
-    for rank in range(4):
-        assert ranks.counters[rank].scratch_bytes == cost.held_bytes
-        assert ranks.scratches[rank].allocated_bytes == cost.held_bytes - tail
+    check_scratch(view, lengths, prefetch, topk, tmp_path)
 
 
 def test_counters_of_batches_add_up_and_keep_the_highest_scratch() -> None:

@@ -339,3 +339,31 @@ def check_seen(ranks: ViewRanks, seen: list[list[list[Seen]]], prompts: Sequence
                 assert (keys is not None) == scored
                 if keys is not None:
                     assert_same_bits(keys, prompt.index[layer], f"index keys of {where}")
+
+
+def boundary_batches(page_size: int, cp_size: int) -> list[list[tuple[int, int]]]:
+    """All boundaries, shuffled into batches of 1 to 8 requests, of which some have no history."""
+    random_ = random.Random(cp_size)
+    left = list(boundaries(page_size))
+    random_.shuffle(left)
+    found, size = [], 8
+    while left:
+        found.append(left[:size])
+        left, size = left[size:], random_.randint(1, 8)
+    return found
+
+
+def check_every_boundary(cp_size: int, page_size: int, folder: Path) -> None:
+    """Every view shows every position of histories and chunks that end at every side of a page, among poison."""
+    formats = FORMATS[(cp_size + page_size) % len(FORMATS)]
+    for number, lengths in enumerate(boundary_batches(page_size, cp_size)):
+        strategy: SplitStrategy = "zigzag" if (number + page_size) % 2 else "interleave"
+        for view in (*ONE_COPY, *EVERY_PAGE):
+            if cp_size == 1 and view in ONE_COPY:
+                continue
+            geometry = make_geometry(page_size, formats, EIGHT_LAYERS if view == "layer-split" else SLOTS)
+            prompts = make_prompts(geometry, cp_size, lengths)
+            options = SMALL._replace(prefetch=(number + cp_size) % 2 == 0)
+            ranks = ViewRanks(geometry, cp_size, prompts, view, folder=folder, options=options)
+            ranks.store_history(prompts)
+            check_seen(ranks, ranks.read(prompts, Reading(strategy)), prompts)
