@@ -97,7 +97,8 @@ def missed_limits(transfers: dict[str, Any], *, with_rates: bool) -> list[str]:
 
 def print_tables(results: dict[str, Any]) -> None:
     """What people read."""
-    console = Console()
+    # Wide enough for every column, also where the output goes to a file.
+    console = Console(width=140)
     table = Table(title=f"{SENDERS} senders to 1 receiver, {LAYERS} layers; bounds of 95%")
     titles = (
         "back end",
@@ -118,6 +119,8 @@ def print_tables(results: dict[str, Any]) -> None:
             else:
                 table.add_row(backend, name, *_transfer_cells(row))
     console.print(table)
+    if not results["overlap"]:
+        return
     table = Table(title=f"from the last chunk to the first decoded token, {CP_SIZE} ranks; bounds of 95%")
     for title in ("back end", "prompt", "with overlap, s", "without, s", "ratio", "bounds", "whole run, ratio"):
         table.add_column(title, justify="right")
@@ -161,6 +164,7 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="back ends")
     parser.add_argument("--page", nargs="+", choices=list(PAGE_SIZES), default=list(PAGE_SIZES), help="page sizes")
     parser.add_argument("--rounds", type=int, default=16, help="pairs of pages and raw")
+    parser.add_argument("--round-mib", type=int, default=1024, help="latent MiB of a round; memory is 2.5 times that")
     parser.add_argument("--overlap-rounds", type=int, default=12, help="pairs with and without overlap; 0 for none")
     options = parser.parse_args()
     if debug_requested(os.environ):
@@ -169,7 +173,7 @@ def main() -> None:
         transfers = measure_transfers(["tcp"], ["1 MiB"], QUICK_SIZES)
         overlap = measure_overlaps(["inprocess"], TinyShape(), QUICK_PROMPT)
     else:
-        sizes = Sizes(round_bytes=256 << 20, rounds=options.rounds, layer_rounds=4, layer_runs=20_000)
+        sizes = Sizes(round_bytes=options.round_mib << 20, rounds=options.rounds, layer_rounds=4, layer_runs=20_000)
         transfers = measure_transfers(options.backend, options.page, sizes)
         engines: list[TransferName] = [name for name in ("tcp", "mooncake") if name in options.backend]
         prompt = Prompt(tokens=2048, chunk=256, rounds=options.overlap_rounds)
