@@ -19,6 +19,7 @@ from runner.suites import SUITES
 
 # What a hypothesis run or a slow, shared machine may add to the stated time before we call it hanging.
 LEAST_TIMEOUT_SECONDS = 180.0
+LONG_SECONDS = 20.0
 TIMEOUT_FACTOR = 6.0
 
 
@@ -99,8 +100,10 @@ def run_all(
             report(results[-1], None)
         else:
             waiting.append(entry)
-    # Files that need many devices first, files that run alone last: least idle time.
-    waiting.sort(key=lambda entry: (entry.alone, -entry.registration.num_gpus))
+    # Files that need many devices first, then long ones; files that run alone last: least idle time.
+    waiting.sort(
+        key=lambda entry: (entry.alone, -entry.registration.num_gpus, entry.registration.est_time < LONG_SECONDS)
+    )
     stop, workers = Event(), settings.jobs + sum(map(len, settings.machine.devices.values())) + 1
     with tempfile.TemporaryDirectory(prefix="cpkv-test-") as folder, ThreadPoolExecutor(workers) as pool:
         try:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cpkv.testing.checkpoints import write_hot_checkpoint
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=52, suite="distributed", alone=True)
+register_cpu_ci(est_time=52, suite="distributed")
 
 Run = Callable[..., Any]
 SOON_S = 15.0

@@ -30,7 +30,7 @@ def gaussian_rows(queries: int, tokens: int, seed: int = 0) -> list[list[float]]
     return torch.randn(queries, tokens, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("small")
 def test_few_values_choose_the_lowest_positions_of_the_ties(device: torch.device, seed: int) -> None:
     """ReLU makes many scores exactly 0; zeros of either sign tie, subnormals are above 0, infinities are scores."""
@@ -39,7 +39,7 @@ def test_few_values_choose_the_lowest_positions_of_the_ties(device: torch.device
         check_choice(few_valued_block(random_, 800), device)
 
 
-@pytest.mark.parametrize("k", [1, 2, 33, 100, 255, 256, 257, 300, 301, 599, 600, 650])
+@pytest.mark.parametrize("k", [1, 33, 255, 256, 257, 300, 600, 650])
 @pytest.mark.usefixtures("small")
 def test_any_k_on_either_side_of_a_limit(device: torch.device, k: int) -> None:
     """Rows shorter than k end in -1; k of 1, k of all, and more than there are candidates."""
