@@ -64,7 +64,8 @@ class MessageHandler(Protocol):
     def tick(self, now_s: float) -> None:
         """Called about once a second and after every wake; `now_s` is time.monotonic().
 
-        After a time in which nothing was read, say since the process was stopped, what has come is answered first.
+        After a time in which nothing was read, say since the process was stopped, what has come is answered first, for
+        a second at most.
         """
 
 
@@ -199,7 +200,8 @@ class MessageServer:
     def _is_caught_up(self, *, anything_left: bool) -> bool:
         """Whether what came while nothing was read has been answered, so that whoever is silent can be given up."""
         now_s = time.monotonic()
-        if now_s - self._turned_s > 2 * TICK_S:
+        caught_up = self._turned_s >= self._catches_up_until_s
+        if caught_up and now_s - self._turned_s > 2 * TICK_S:
             self._catches_up_until_s = now_s + TICK_S
         elif not anything_left:
             self._catches_up_until_s = now_s

@@ -64,7 +64,7 @@ def cut_off(tmp_path_factory: pytest.TempPathFactory) -> FaultReport:
     return inject_faults(CUT_OFF, tmp_path_factory.mktemp("cut-off"))
 
 
-def longest(report: FaultReport, options: FaultOptions) -> str:
+def longest(options: FaultOptions) -> str:
     """The request with the longest prompt."""
     return max(draw_plan(options).requests, key=lambda request: request.prompt_tokens).request_id
 
@@ -77,7 +77,7 @@ def test_nothing_goes_wrong_where_nothing_is_done(calm: FaultReport) -> None:
 
 def test_a_request_can_be_followed_through_all_logs(calm: FaultReport) -> None:
     """One id, in the logs of the scheduler, of every rank and of the decode worker, in order."""
-    told, name = Told(calm), longest(calm, CALM)
+    told, name = Told(calm), longest(CALM)
     scheduler, decode = told.about(name, "scheduler"), told.about(name, "decode-worker")
     for expected in ("admitted", "OpenTransfer: TransferOpened", "FinishTransfer", "DecodeStep", "RowDigest", "right"):
         assert any(expected in text for text in scheduler), expected
@@ -158,6 +158,7 @@ def test_a_prefill_whose_first_chunk_takes_longer_than_its_lease_is_believed_in(
     report = FaultRun(options.settings(), plan, tmp_path, decode_pages=64).run()
     assert not report.violations, report.text()
     assert report.right == 1
+    assert report.signals["stop (prefill)"] == 1
 
 
 @pytest.fixture

@@ -106,6 +106,21 @@ def test_a_port_that_is_free_is_taken(start: Callable[..., Cluster]) -> None:
     assert cluster.open_pool(True) > 0
 
 
+def test_one_range_of_memory_takes_one_host(start: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where it was asked for, by the rank that is elsewhere; else another view is taken."""
+    real = RankWorker.ready
+
+    def ready(worker: RankWorker) -> WorkerReady:
+        answer = real(worker)
+        return answer if worker._rank == 0 else msgspec.structs.replace(answer, host="another host")
+
+    monkeypatch.setattr(RankWorker, "ready", ready)
+    refused = r"--kv-view unified was given .* ranks \[1\] run on another host than rank 0; use mixed"
+    with pytest.raises(ConfigError, match=refused):
+        start(kv_view="unified")
+    assert start().unified_reason == "ranks [1] run on another host than rank 0"
+
+
 def test_an_address_that_is_not_ours(start: Callable[..., Cluster]) -> None:
     with pytest.raises(TransferError, match="cannot listen on 203.0.113.7"):
         start(host="203.0.113.7")

@@ -12,6 +12,7 @@ import pytest
 from cpkv.config.debug import DEBUG_VARIABLE
 from cpkv.engine import rank_worker
 from cpkv.errors import ConfigError
+from cpkv.pool import sealed_segment
 from cpkv.pool.unified_pool import UnifiedPool
 from cpkv.testing.registration import register_cpu_ci
 
@@ -81,8 +82,10 @@ def test_a_rank_without_its_shared_memory_is_the_cause(cpkv: Run, monkeypatch: p
     assert cause == "prefill rank 1: there is no memory here; lower --num-pages"
 
 
-def test_shared_memory_that_is_not_there(cpkv: Run) -> None:
+def test_shared_memory_that_is_not_there(cpkv: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of ours and no SIGBUS: the pages are taken before anything is written."""
+    # As much as a machine may have, it is not taken from it.
+    monkeypatch.setattr(sealed_segment, "available_bytes", lambda: 1 << 30)
     ended = cpkv("demo", *SMALL, "--cp-size", "2", "--kv-view", "unified", *TOO_MANY_PAGES)
     assert "shared: prefill" in ended.err
     cause = cause_of(ended)

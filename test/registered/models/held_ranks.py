@@ -39,7 +39,7 @@ class Stage:
     """Knows how far each rank is, and holds a rank until no other can go on.
 
     Args:
-        ranks: whose threads say their number with `enter`.
+        ranks: whose threads say their number with `thread_of`.
         hold_at: (rank, how many points it has passed, point) -> whether it is held there.
     """
 

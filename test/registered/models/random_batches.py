@@ -9,16 +9,13 @@ import torch
 from hypothesis import strategies as st
 from pool_comparison import FORMATS, VIEW_KINDS, check_same_bits
 from reference_checks import assert_same_collectives, check_float64, pages_of
+from view_cases import FAMILIES, SMALL, SPLITS
 
 from cpkv.config.names import LatentDtype, SplitStrategy
 from cpkv.model.dsa_model import DsaModel
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.testing.checkpoints import Family, TinyShape
+from cpkv.testing.checkpoints import Family
 from cpkv.testing.ranks import PrefillTrace, ThreadedRanks
-
-FAMILIES: tuple[Family, ...] = ("glm5", "glm52", "deepseek-v32")
-SPLITS: tuple[SplitStrategy, ...] = ("zigzag", "interleave")
-SMALL = TinyShape(num_hidden_layers=2, index_topk=16)
 
 
 class RandomBatch(NamedTuple):

@@ -57,6 +57,8 @@ def test_every_view_meets_every_format_split_and_number_of_ranks() -> None:
     assert {case.cp_size for case in cases} == set(range(1, 9))
     assert {case.strategy for case in cases} == set(SPLITS)
     assert {case.family for case in cases} == set(FAMILIES)
+    for ahead in (MIXED, FULL):
+        assert {case.strategy for case in cases if ahead in daily_kinds(case)} == set(SPLITS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

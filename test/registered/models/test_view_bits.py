@@ -47,7 +47,7 @@ def test_every_view_of_long_prompts(hot_model: Callable, prompt: Callable, case:
 def test_every_view_of_batches_of_one_to_eight(hot_model: Callable, prompt: Callable, requests: int) -> None:
     """Whole requests and a part of one in each batch; some with history, some without, on up to eight ranks."""
     _, model = hot_model("glm52", torch.float32, 4, SMALL, indexer_types=("full", "shared"))
-    lengths = [(40, 3, 17, 64, 1, 33, 16, 15)[number] for number in range(requests)]
+    lengths = [(40, 3, 17, 64, 2, 33, 16, 15)[number] for number in range(requests)]
     prompts = {f"r{number}": prompt(length, number) for number, length in enumerate(lengths)}
     runs, _ = check_views(
         model,

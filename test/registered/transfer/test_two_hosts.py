@@ -104,8 +104,8 @@ def _folder_is_hidden(host: Host, other: Path) -> bool:
     return listed.stdout == ""
 
 
-@pytest.mark.parametrize(("transfer", "cp_size"), [("mooncake", 2), ("tcp", 1)])
-def test_the_demo_across_two_hosts(hosts: tuple[Host, Host], transfer: str, cp_size: int) -> None:
+@pytest.mark.parametrize(("transfer", "view"), [("mooncake", "auto"), ("tcp", "mixed")])
+def test_the_demo_across_two_hosts(hosts: tuple[Host, Host], transfer: str, view: str) -> None:
     """Prefill on one, decode and registry on the other: answers right, every bit as replicated, as transformers."""
     reason = why_not(transfer)
     if reason is not None:
@@ -114,7 +114,7 @@ def test_the_demo_across_two_hosts(hosts: tuple[Host, Host], transfer: str, cp_s
     assert _folder_is_hidden(prefill, decode.folder)
     assert _folder_is_hidden(decode, prefill.folder)
     with DecodeHost(decode, transfer) as server:
-        ended = demo(prefill, server.registry_address, transfer, cp_size, "--verify-transfer")
+        ended = demo(prefill, server.registry_address, transfer, 2, "--verify-transfer", "--kv-view", view)
         assert ended.returncode == 0, ended.stdout[-2000:]
         report = json.loads(ended.stdout.splitlines()[-1])
         assert report["bitwise_equal_replicated"]

@@ -56,7 +56,14 @@ def topk_rows(
 
 
 def merge_topk(
-    best_scores: torch.Tensor, best: torch.Tensor, scores: torch.Tensor, limits: torch.Tensor, k: int, *, start: int
+    best_scores: torch.Tensor,
+    best: torch.Tensor,
+    scores: torch.Tensor,
+    limits: torch.Tensor,
+    k: int,
+    *,
+    start: int,
+    debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the scores of one more block of keys into the best so far: in the end the choice of `exact_topk`.
 
@@ -67,6 +74,7 @@ def merge_topk(
         limits: int64 [queries] how many keys of this block each query may see; 0 or less for none.
         k: how many to choose.
         start: position of the block's first key.
+        debug: as for `exact_topk`.
 
     Returns:
         Scores and positions of the best so far, [queries, min(k, n + tokens)], positions ascending, -1 padded.

@@ -41,7 +41,7 @@ def fp8_indexer_scores(
     if not num_queries or not tokens:
         return scores
     block_queries = max(1, BLOCK_PRODUCTS // heads)
-    grid = (triton.cdiv(tokens, KEYS_PER_PROGRAM), triton.cdiv(num_queries, block_queries))
+    grid = (triton.cdiv(num_queries, block_queries), triton.cdiv(tokens, KEYS_PER_PROGRAM))
     _scores[grid](
         queries,
         weights,
@@ -78,8 +78,8 @@ def _scores(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    first_query = tl.program_id(1).to(tl.int64) * QUERIES
-    first_key = tl.program_id(0) * SPAN
+    first_query = tl.program_id(0).to(tl.int64) * QUERIES
+    first_key = tl.program_id(1) * SPAN
     products = tl.arange(0, QUERIES * HEADS)
     dims = tl.arange(0, DIM)
     there = first_query * HEADS + products < num_queries * HEADS

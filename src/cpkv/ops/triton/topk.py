@@ -38,7 +38,7 @@ def exact_topk(scores: torch.Tensor, limits: torch.Tensor, k: int, *, debug: boo
     Args:
         scores: fp32 [queries, tokens], anything at and beyond each query's limit; rows contiguous.
         limits: int64 [queries] how many keys each query may see.
-        k: how many to choose, at most 4096.
+        k: how many to choose. More than 4096 are chosen by digits, which takes five reads.
         debug: look for NaN, which waits for the device.
 
     Returns:
@@ -78,7 +78,14 @@ def topk_rows(
 
 
 def merge_topk(
-    best_scores: torch.Tensor, best: torch.Tensor, scores: torch.Tensor, limits: torch.Tensor, k: int, *, start: int
+    best_scores: torch.Tensor,
+    best: torch.Tensor,
+    scores: torch.Tensor,
+    limits: torch.Tensor,
+    k: int,
+    *,
+    start: int,
+    debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the scores of one more block of keys into the best so far: in the end the choice of `exact_topk`.
 
@@ -90,14 +97,18 @@ def merge_topk(
         limits: int64 [queries] how many keys of this block each query may see; 0 or less for none.
         k: how many to choose.
         start: position of the block's first key.
+        debug: look for NaN, which waits for the device.
 
     Returns:
         Scores and positions of the best so far, [queries, min(k, n + tokens)], positions ascending, -1 padded.
+
+    Raises:
+        NumericsError: with `debug`, a score is NaN.
     """
     known = best.shape[1]
     columns = torch.cat([best_scores, scores], dim=1)
     seen = torch.where(limits > 0, limits.clamp(max=scores.shape[1]) + known, (best >= 0).sum(dim=1))
-    chosen = exact_topk(columns, seen, k)
+    chosen = exact_topk(columns, seen, k, debug=debug)
     missing = chosen < 0
     readable = chosen.clamp(min=0)
     merged_scores = columns.gather(1, readable).masked_fill_(missing, float("-inf"))
@@ -131,8 +142,10 @@ def _choose(
     seen = (scores, scores.stride(0), limits, tokens, k)
     outputs = (out, *((rows, position_rows) if rows is not None else (out, out)), out.shape[1])
     short = {"CANDIDATES": CANDIDATES, "WITH_ROWS": rows is not None}
-    _bounds[(queries,)](*seen, bounds, CANDIDATES=CANDIDATES, SAMPLE=sample, RUN=SAMPLE_RUN, num_warps=CHOOSE_WARPS)
-    _mark[(triton.cdiv(tokens, TILE), queries)](
+    # 64 keys a thread, so that they stay in registers.
+    warps = min(max(CHOOSE_WARPS, sample // 2048), 16)
+    _bounds[(queries,)](*seen, bounds, CANDIDATES=CANDIDATES, SAMPLE=sample, RUN=SAMPLE_RUN, num_warps=warps)
+    _mark[(queries, triton.cdiv(tokens, TILE))](
         *seen, bounds, marks, nan_seen, words, CANDIDATES=CANDIDATES, TILE=TILE, FIND_NAN=debug, num_warps=MARK_WARPS
     )
     _choose_marked[(queries,)](*seen, marks, words, candidates, counts, *outputs, **short, num_warps=CHOOSE_WARPS)
@@ -186,6 +199,8 @@ def _bounds(  # type: ignore[no-untyped-def]
         for number in tl.static_range(3):
             least = tl.maximum(expected.to(tl.int32), 1)
             key = _reached_by(keys, key, highest, least, least + least // 16)
+            # A bound that is NaN would be reached by all: the highest number is infinity.
+            key = tl.minimum(key, 0x7F800000)
             bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
             tl.store(bounds + query * 3 + number, bits.to(tl.float32, bitcast=True))
             expected *= factor
@@ -206,9 +221,9 @@ def _mark(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     FIND_NAN: tl.constexpr,
 ):
-    query = tl.program_id(1).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     limit = tl.minimum(tl.load(limits + query), tokens).to(tl.int32)
-    start = tl.program_id(0) * TILE
+    start = tl.program_id(1) * TILE
     lanes = tl.arange(0, 32)
     positions = start + tl.arange(0, TILE // 32)[:, None] * 32 + lanes[None, :]
     row = scores + query * stride

@@ -8,6 +8,7 @@ import importlib.util
 import torch
 
 HEADS_AT_A_TIME = 64
+CHOSEN_AT_A_TIME = 128
 LATENT_WIDTH, VALUE_WIDTH = 576, 512
 
 
@@ -32,16 +33,19 @@ def sparse_mla_rows(
     Args:
         queries: bfloat16 [queries, heads, 576], absorbed, contiguous.
         latent: bfloat16 [view rows, 576].
-        view_rows: int32 [queries, chosen], contiguous, `chosen` a multiple of 128; -1 is no token.
+        view_rows: int32 [queries, chosen], contiguous; -1 is no token.
         scale: softmax scale.
         kv_lora_rank: 512.
 
     Returns:
         Outputs bfloat16 [queries, heads, 512], and the natural logarithm of the sum of exponentials, fp32
-        [queries, heads].
+        [queries, heads]. A query without a token has zeros, and -inf.
     """
     flash_mla = importlib.import_module("flash_mla")
+    missing = -view_rows.shape[1] % CHOSEN_AT_A_TIME
+    padded = torch.nn.functional.pad(view_rows, (0, missing), value=-1) if missing else view_rows
     out, _, log_sums = flash_mla.flash_mla_sparse_fwd(
-        queries, latent.unsqueeze(1), view_rows.unsqueeze(1), scale, kv_lora_rank, use_legacy=True
+        queries, latent.unsqueeze(1), padded.unsqueeze(1), scale, kv_lora_rank, use_legacy=True
     )
-    return out, log_sums
+    # Of a query without a token the kernel says +inf.
+    return out, torch.where(log_sums == float("inf"), float("-inf"), log_sums)

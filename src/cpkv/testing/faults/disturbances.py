@@ -21,7 +21,7 @@ HOW_IT_ENDED = {
     "stop": "did not answer",
     "hiccup": "did not answer",
 }
-NAMED = re.compile(r"rank \d|decode worker")
+NAMED = re.compile(r"rank \d|ranks \[\d|decode worker")
 
 
 @dataclass(eq=False)

@@ -32,6 +32,8 @@ BAD = {
     "no GPU for a GPU": (f'register_cuda_ci(est_time=1, suite="unit", num_gpus=0){TEST}', "num_gpus=0"),
     "disabled for no reason": (f'register_cpu_ci(est_time=1, suite="unit", disabled=""){TEST}', "disabled must give"),
     "nightly as a number": (f'register_cpu_ci(est_time=1, suite="unit", nightly=1){TEST}', "nightly is neither"),
+    "alone as a number": (f'register_cpu_ci(est_time=1, suite="unit", alone=1){TEST}', "alone is neither"),
+    "alone on a GPU": (f'register_cuda_ci(est_time=1, suite="unit", alone=True){TEST}', "no argument alone"),
     "inside a condition": (f"if True:\n    {GOOD}{TEST}", "at module level"),
     "inside a function": (f"{GOOD}\n\n\ndef test_one():\n    {GOOD}\n", "at module level"),
     "no test in it": (f"{GOOD}\n\n\ndef check_one():\n    pass\n", "holds no test"),

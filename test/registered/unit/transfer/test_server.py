@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from cpkv.testing.control import HUGE, PATIENCE_S, RawClient, StubHandler
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer import server as server_module
 from cpkv.transfer.channel import Channel, connect
-from cpkv.transfer.server import MessageServer, ServerLimits
+from cpkv.transfer.server import Connection, MessageServer, ServerLimits
 
 register_cpu_ci(est_time=6, suite="unit")
 
@@ -165,6 +166,8 @@ def test_what_came_while_the_process_was_stopped_is_heard_before_anybody_is_give
 ) -> None:
     clock, ticks = Clock(), queue.SimpleQueue[tuple[float, int]]()
     monkeypatch.setattr(server_module, "time", clock)
+    # As long as it takes.
+    monkeypatch.setattr(server_module, "TICK_S", 10.0)
     monkeypatch.setattr(stub, "tick", lambda now_s: ticks.put((now_s, len(stub.seen))))
     server = start()
     alive, other = call(server), call(server)
@@ -180,6 +183,29 @@ def test_what_came_while_the_process_was_stopped_is_heard_before_anybody_is_give
     assert tick[1] == 6, f"a tick 100 s later came when {tick[1]} of 6 messages had been answered"
     for channel in (alive, other):
         channel.close()
+
+
+def test_ticks_come_however_long_every_answer_takes(
+    start: Start, stub: StubHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while there is always one more message to answer."""
+    clock, ticks = Clock(), queue.SimpleQueue[int]()
+    monkeypatch.setattr(server_module, "time", clock)
+    monkeypatch.setattr(stub, "tick", lambda now_s: ticks.put(len(stub.seen)))
+    real = stub.answer
+
+    def slow(connection: Connection, message: Any) -> Any:
+        clock.ahead_s += 3.0
+        return real(connection, message)
+
+    monkeypatch.setattr(stub, "answer", slow)
+    raw = RawClient(start().port, SECRET)
+    raw.socket.sendall(b"".join(raw.frame(FinishTransfer(str(number), 1, 0)) for number in range(20)))
+    for number in range(20):
+        assert raw.channel.receive(PATIENCE_S) == TransferComplete(str(number), number + 1)
+    between = [count for count in iter(ticks.get, 20) if 0 < count < 20]
+    assert len(between) >= 8
+    raw.close()
 
 
 def test_the_time_for_which_the_process_was_stopped_is_no_peers_lateness(
