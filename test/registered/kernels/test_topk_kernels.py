@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,26 @@ def test_rows_of_a_million(device: torch.device) -> None:
     with poisoned_outputs():
         chosen = topk.exact_topk(scores.to(device), limits.to(device), 2048)
     assert_same_bits(chosen.cpu(), reference.exact_topk(scores, limits, 2048), "chosen of a million")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("values", ["normal", "equal"])
+def test_rows_that_lie_two_to_the_31_scores_apart(device: torch.device, tmp_path: Path, values: str) -> None:
+    """By bounds and by digits: offsets have 64 bits."""
+    tokens, apart = 700, 2**31 + 64
+    if device.type == "cuda":
+        memory = torch.empty(apart + tokens, device=device)
+    else:
+        path = tmp_path / "scores"
+        with path.open("wb") as file:
+            file.truncate(4 * (apart + tokens))
+        memory = torch.from_file(str(path), shared=True, size=apart + tokens, dtype=torch.float32)
+    scores = memory.as_strided((2, tokens), (apart, 1))
+    near = torch.tensor(gaussian_rows(2, tokens)) if values == "normal" else torch.ones(2, tokens)
+    scores.copy_(near)
+    limits = torch.tensor([650, 699])
+    chosen = topk.exact_topk(scores, limits.to(device), 100)
+    assert_same_bits(chosen.cpu(), reference.exact_topk(near, limits, 100), "chosen of rows far apart")
 
 
 @pytest.mark.usefixtures("small")

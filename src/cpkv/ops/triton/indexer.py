@@ -16,6 +16,7 @@ BLOCK_KEYS = 64
 # Queries times heads of one product. Of the shapes tried on an H200 this one was fastest.
 BLOCK_PRODUCTS = 128
 KEYS_PER_PROGRAM = 4096
+ROW_SCORES = 64
 NUM_WARPS = 4
 NUM_STAGES = 3
 
@@ -26,29 +27,32 @@ def fp8_indexer_scores(
     """Score queries against every key that one of them may see.
 
     Args:
-        queries: float8_e4m3fn [queries, heads, dim], contiguous; heads and dim are powers of two.
-        weights: fp32 [queries, heads], contiguous, may be negative; each holds the scale of its quantised query.
-        keys: float8_e4m3fn [tokens, dim] in position order, contiguous.
+        queries: float8_e4m3fn [queries, heads, dim]; heads and dim are powers of two.
+        weights: fp32 [queries, heads], may be negative; each holds the scale of its quantised query.
+        keys: float8_e4m3fn [tokens, dim] in position order.
         key_scales: fp32 [tokens].
         limits: int64 [queries] how many keys, from the first on, each query may see; at most `tokens`.
 
     Returns:
-        fp32 [queries, tokens]; -inf where a query may not look.
+        fp32 [queries, tokens], rows perhaps apart; -inf where a query may not look.
     """
     num_queries, heads, dim = queries.shape
     tokens = len(keys)
-    scores = torch.empty(num_queries, tokens, dtype=torch.float32, device=queries.device)
+    # Rows start at multiples of 256 bytes, so that whoever reads them can do so in words of 16.
+    stride = triton.cdiv(tokens, ROW_SCORES) * ROW_SCORES
+    scores = torch.empty(num_queries, stride, dtype=torch.float32, device=queries.device)[:, :tokens]
     if not num_queries or not tokens:
         return scores
     block_queries = max(1, BLOCK_PRODUCTS // heads)
     grid = (triton.cdiv(num_queries, block_queries), triton.cdiv(tokens, KEYS_PER_PROGRAM))
     _scores[grid](
-        queries,
-        weights,
-        keys,
-        key_scales,
-        limits,
+        queries.contiguous(),
+        weights.contiguous(),
+        keys.contiguous(),
+        key_scales.contiguous(),
+        limits.contiguous(),
         scores,
+        stride,
         num_queries,
         tokens,
         QUERIES=block_queries,
@@ -70,6 +74,7 @@ def _scores(  # type: ignore[no-untyped-def]
     key_scales,
     limits,
     scores,
+    stride,
     num_queries,
     tokens,
     QUERIES: tl.constexpr,
@@ -102,10 +107,10 @@ def _scores(  # type: ignore[no-untyped-def]
         product = tl.maximum(tl.dot(key, query), 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
         total = tl.sum(tl.reshape(product, [KEYS, QUERIES, HEADS]), axis=2) * scale[:, None]
         total = tl.where(positions[:, None] < limit[None, :], total, float("-inf"))
-        places = scores + numbers[None, :] * tokens + positions[:, None]
+        places = scores + numbers[None, :] * stride + positions[:, None]
         tl.store(places, total, mask=inside[:, None] & (numbers < num_queries)[None, :])
     for start in range(tl.maximum(hidden, first_key), end, KEYS):
         positions = start + tl.arange(0, KEYS)
-        places = scores + numbers[None, :] * tokens + positions[:, None]
+        places = scores + numbers[None, :] * stride + positions[:, None]
         writable = (positions < tokens)[:, None] & (numbers < num_queries)[None, :]
         tl.store(places, tl.full([KEYS, QUERIES], float("-inf"), tl.float32), mask=writable)

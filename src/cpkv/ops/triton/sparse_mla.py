@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cpkv.ops.triton.latent_rows import rows_contiguous
+
 BLOCK_HEADS = 64
 # With 64 rows the two stages fill the shared memory of a Hopper SM; 32 take 1.4 times as long.
 BLOCK_ROWS = 64
@@ -29,9 +31,9 @@ def sparse_mla_rows(
     """Attend from queries to chosen rows of a view.
 
     Args:
-        queries: [queries, heads, latent_width], absorbed, contiguous.
-        latent: [view rows, latent_width] in the dtype of the queries; each row contiguous.
-        view_rows: int32 [queries, chosen], contiguous; -1 is no token, wherever it stands.
+        queries: [queries, heads, latent_width], absorbed.
+        latent: [view rows, latent_width] in the dtype of the queries; each row contiguous, or all are copied.
+        view_rows: int32 [queries, chosen]; -1 is no token, wherever it stands.
         scale: softmax scale.
         kv_lora_rank: how many values of a row are the value; a power of two, like the rest of the row.
 
@@ -44,6 +46,7 @@ def sparse_mla_rows(
     log_sums = torch.empty(num_queries, heads, dtype=torch.float32, device=queries.device)
     if not num_queries:
         return out, log_sums
+    queries, latent, view_rows = queries.contiguous(), rows_contiguous(latent), view_rows.contiguous()
     narrow = queries.dtype.itemsize == 2
     block_heads, block_rows = (BLOCK_HEADS, BLOCK_ROWS) if narrow else (WIDE_BLOCK, WIDE_BLOCK)
     _sparse_mla[(num_queries, triton.cdiv(heads, block_heads))](

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from cpkv.errors import NumericsError
 from cpkv.ops.triton.choice_parts import put_padding, put_positions, sortable
+from cpkv.ops.triton.latent_rows import rows_contiguous
 from cpkv.ops.triton.topk_digits import choose_by_digits
 
 CANDIDATES = 4096
@@ -36,7 +37,8 @@ def exact_topk(scores: torch.Tensor, limits: torch.Tensor, k: int, *, debug: boo
     """Choose each query's k best keys: score descending, then lowest position; -0.0 ties with +0.0.
 
     Args:
-        scores: fp32 [queries, tokens], anything at and beyond each query's limit; rows contiguous.
+        scores: fp32 [queries, tokens], anything at and beyond each query's limit. Rows should be contiguous and start
+            at multiples of 16 bytes: others are copied, or read in smaller words.
         limits: int64 [queries] how many keys each query may see.
         k: how many to choose. More than 4096 are chosen by digits, which takes five reads.
         debug: look for NaN, which waits for the device.
@@ -73,7 +75,7 @@ def topk_rows(
     """
     out = torch.empty(len(scores), min(k, scores.shape[1]), dtype=torch.int32, device=scores.device)
     rows = torch.empty_like(out)
-    _choose(scores, limits, k, out, rows, position_rows, debug=debug)
+    _choose(scores, limits, k, out, rows, position_rows.contiguous(), debug=debug)
     return out, rows
 
 
@@ -131,6 +133,7 @@ def _choose(
     queries, tokens = scores.shape
     if not queries or not tokens:
         return
+    scores, limits = rows_contiguous(scores), limits.contiguous()
     device = scores.device
     words = triton.cdiv(tokens, TILE) * (TILE // 32)
     bounds = torch.empty(queries, 3, dtype=torch.float32, device=device)
