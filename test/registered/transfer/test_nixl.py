@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from cpkv.errors import ConfigError, TransferError
 from cpkv.testing.backends import PeerProcess, peer_processes, pieces
 from cpkv.testing.registration import register_cpu_ci
+from cpkv.testing.waiting import eventually
 from cpkv.transfer import nixl
 from cpkv.transfer.backend import Peer, Region, Run, TransferStatus
 from cpkv.transfer.nixl import NixlBackend
@@ -169,6 +171,9 @@ def test_memory_registered_and_taken_back_after_contact_is_known(
         receiver.register(later)
     assert send(later).state == "done" and (second == 7).all(), "the sender did not ask"
     receiver.unregister(there)
+    # It is told at once, and heard when the network has brought it.
+    link = sender._remotes[receiver.session_id].link
+    eventually(lambda: (heard := link.metadata()) is not None and heard.regions == (later,), "the sender has heard it")
     first[:] = 0xFF
     refused = send(there)
     assert f"does not register {there}, or not any more" in refused.cause and refused.state == "failed"
@@ -189,6 +194,58 @@ def test_a_write_that_straddles_the_end_of_what_the_peer_registered_is_refused(
     status = sender.wait(sender.submit(lying, runs), 10)
     assert "does not register" in status.cause and f"{there.address + 4090:#x}" in status.cause
     assert (target == 0xFF).all()
+
+
+SENDER = """
+import sys
+import numpy as np
+from cpkv.transfer.backend import Peer, Region, Run
+from cpkv.transfer.nixl import NixlBackend
+session_id, address, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+source = np.full(size, 7, np.uint8)
+with NixlBackend(transfer_timeout_s=4) as sender:
+    sender.register(Region(source.ctypes.data, size))
+    peer = Peer(session_id, (Region(address, size),))
+    assert sender.wait(sender.submit(peer, [Run(source.ctypes.data, address, 4096)]), 20).state == "done"
+    pieces = range(65536, size - 65536, 65536)
+    runs = [Run(source.ctypes.data + first, address + first, 65000) for first in pieces]
+    print(sender.wait(sender.submit(peer, runs), 20).state, flush=True)
+"""
+
+
+def test_nothing_is_written_after_the_receivers_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kind 28: by a sender that was stopped in the middle and goes on, by the transports taken by default."""
+    needs_nixl()
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    size = 256 << 20
+    memory, region = filled(size, 0)
+    with NixlBackend(transfer_timeout_s=4) as receiver:
+        receiver.register(region)
+        arguments = (receiver.session_id, str(region.address), str(size))
+        with subprocess.Popen([sys.executable, "-c", SENDER, *arguments], stdout=subprocess.PIPE, text=True) as sender:
+            try:
+                eventually(lambda: memory[4 * 65536] == 7, "the transfer has begun")
+                sender.send_signal(signal.SIGSTOP)
+                receiver.close()
+                landed = int(np.count_nonzero(memory))
+                assert landed < size // 2, "it was stopped too late to tell"
+                sender.send_signal(signal.SIGCONT)
+                assert sender.communicate(timeout=30)[0] == "failed\n"
+            finally:
+                sender.kill()
+    assert int(np.count_nonzero(memory)) == landed
+
+
+@pytest.mark.parametrize(
+    ("transports", "refused"),
+    [("", True), ("all", True), ("tcp,sm", True), ("^tcp", True), ("^cma", False), ("^sm", False), ("tcp,self", False)],
+)
+def test_transports_that_write_without_the_receiver_are_refused(
+    monkeypatch: pytest.MonkeyPatch, transports: str, refused: bool
+) -> None:
+    needs_nixl()
+    monkeypatch.setenv("UCX_TLS", transports or "shm")
+    assert ("(cma); unset UCX_TLS, or set it to '^cma'" in (NixlBackend.why_not() or "")) == refused
 
 
 def test_close_in_the_middle_reads_nothing_afterwards(spawn: Spawn) -> None:
