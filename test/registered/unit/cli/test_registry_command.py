@@ -29,7 +29,7 @@ from cpkv.transfer.channel import connect
 from cpkv.transfer.registry import RegistryServer
 from cpkv.transfer.registry_client import RegistryClient
 
-register_cpu_ci(est_time=8, suite="unit")
+register_cpu_ci(est_time=4, suite="unit")
 
 # Frozen: a flag that is added, renamed or dropped, or another default, is a change of the command that people use.
 FLAGS: dict[str, Any] = {

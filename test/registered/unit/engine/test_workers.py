@@ -30,7 +30,7 @@ from cpkv.protocol.messages import Done, Failed
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.transfer.channel import Channel
 
-register_cpu_ci(est_time=5, suite="unit")
+register_cpu_ci(est_time=3, suite="unit")
 
 PATIENCE_S = 10.0
 BATCH = RunBatch(BatchSpec(0, (), "zigzag", "full"))

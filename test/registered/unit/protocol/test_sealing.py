@@ -25,7 +25,7 @@ from cpkv.protocol.sealing import (
 )
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="unit")
+register_cpu_ci(est_time=2, suite="unit")
 
 SECRET = "a secret of a run"
 BODIES = [b"", b"first", b"second", b"x" * 1000, b"first"]

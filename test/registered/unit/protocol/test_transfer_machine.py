@@ -19,7 +19,7 @@ from cpkv.testing.simulated_prefill import WorldConfig
 from cpkv.testing.transfer_schedule import EVENTS, run_schedule
 from cpkv.testing.transfer_world import TransferWorld
 
-register_cpu_ci(est_time=60, suite="unit")
+register_cpu_ci(est_time=29, suite="unit")
 
 MACHINES = {
     "one rank": WorldConfig(ranks=1, kills=False),

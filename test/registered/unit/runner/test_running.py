@@ -13,7 +13,7 @@ from runner.process import Ended
 from runner.results import read_result
 from runner.selection import Entry
 
-register_cpu_ci(est_time=14, suite="unit")
+register_cpu_ci(est_time=9, suite="unit")
 
 MIXED = """
 import pytest

@@ -13,7 +13,7 @@ from runner.results import read_result, time_advice
 from runner.schedule import Settings, Slots, run_all
 from runner.selection import Entry, select
 
-register_cpu_ci(est_time=11, suite="unit")
+register_cpu_ci(est_time=6, suite="unit")
 
 EIGHT_GPUS = Machine(32, {"cuda": tuple(str(number) for number in range(8))})
 

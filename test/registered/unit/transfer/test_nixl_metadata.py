@@ -17,7 +17,7 @@ from cpkv.transfer import nixl_metadata
 from cpkv.transfer.nixl_metadata import MAX_ANSWER_BYTES, Metadata, MetadataLink, MetadataServer
 from cpkv.transfer.runs import Region
 
-register_cpu_ci(est_time=3, suite="unit")
+register_cpu_ci(est_time=1, suite="unit")
 
 FIRST = Metadata("engine", "agent-1", b"\x00blob", (Region(4096, 64),))
 SECOND = Metadata("engine", "agent-2", b"other", (Region(4096, 64), Region(8192, 128)))
