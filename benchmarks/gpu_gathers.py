@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
+from gpu_timing import copy_rate, milliseconds
 
 from cpkv.ops.triton.pages import gather_pages
 from cpkv.pool.unified_pool import UnifiedPool
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    """Median time of some work on the device."""
-    return float(triton.testing.do_bench(work, warmup=30, rep=150, return_mode="median"))
 
 
 def measure_gathers(pool: UnifiedPool, total_pages: int) -> dict[str, Any]:
@@ -25,10 +19,7 @@ def measure_gathers(pool: UnifiedPool, total_pages: int) -> dict[str, Any]:
     numbers = torch.stack([torch.randperm(each, device=device) + 1 for _ in range(owners)])
     page_bytes = pool.geometry.page_size * pool.geometry.row_format.latent_row_bytes
     out = torch.empty(owners, each, page_bytes, dtype=torch.uint8, device=device)
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=device).random_(0, 256)
-    target = torch.empty_like(source)
-    copy_ms = milliseconds(lambda: target.copy_(source))
-    local = source.view(-1)[: total_pages * 2 * page_bytes].view(total_pages, 2, page_bytes)[:, 1]
+    local = torch.empty(total_pages, 2, page_bytes, dtype=torch.uint8, device=device).random_(0, 256)[:, 1]
     scattered = torch.randperm(total_pages, device=device)
 
     def from_all() -> None:
@@ -51,7 +42,7 @@ def measure_gathers(pool: UnifiedPool, total_pages: int) -> dict[str, Any]:
     flat = out.view(-1, page_bytes)
     local_ms = milliseconds(lambda: gather_pages(local, scattered, flat))
     return {
-        "copy_bytes_per_second": 2 * source.numel() / copy_ms * 1e3,
+        "copy_bytes_per_second": copy_rate(),
         "gather": {
             "local memory": moved / local_ms * 1e3,
             f"{owners} processes' memory": moved / milliseconds(from_all) * 1e3,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_gathers import measure_gathers, milliseconds
+from gpu_gathers import measure_gathers
+from gpu_timing import milliseconds
 from paired_ratio import alternate, paired_ratio
 
 from cpkv.comm.gloo import GlooCommunicator

@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
+from gpu_timing import copy_rate, milliseconds
 
 from cpkv.ops.triton.indexer import fp8_indexer_scores
 from cpkv.ops.triton.sparse_mla import sparse_mla_rows
@@ -44,18 +44,6 @@ class Row(NamedTuple):
     floor: float
     vendor: float | None
     rate: str
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    """Median time of some work on the device."""
-    return float(triton.testing.do_bench(work, warmup=50, rep=200, return_mode="median"))
-
-
-def copy_rate() -> float:
-    """Bytes per second that a device copy of 2 GiB reads and writes."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
 def measure_topk(queries: int, tokens: int, rate: float) -> list[Row]:

@@ -14,9 +14,9 @@ import torch
 
 from cpkv.layout.plan import BatchPlan
 from cpkv.ops.reference.latent_rows import store_rows
+from cpkv.ops.reference.pages import token_rows
 from cpkv.views.history_gather import HistoryGather
 from cpkv.views.index_blocks import PagedLayerRows
-from cpkv.views.replicated import token_rows
 from cpkv.views.view import CurrentRows, LayerRows, View, ViewContext
 
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 import torch
 
 from cpkv.layout.plan import BatchPlan
+from cpkv.ops.reference.pages import token_rows
 from cpkv.views.index_blocks import PagedLayerRows
 from cpkv.views.view import CurrentRows, LayerRows, View, ViewContext
-
-
-def token_rows(page_rows: torch.Tensor, tokens: int, page_size: int) -> torch.Tensor:
-    """First row of each page [pages] -> row of each position [tokens]."""
-    return (page_rows.unsqueeze(1) + torch.arange(page_size)).flatten()[:tokens]
 
 
 class ReplicatedView(View):

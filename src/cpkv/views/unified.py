@@ -14,9 +14,9 @@ import torch
 
 from cpkv.errors import PlanError
 from cpkv.layout.plan import BatchPlan
+from cpkv.ops.reference.pages import token_rows
 from cpkv.pool.unified_pool import UnifiedPool
 from cpkv.views.index_blocks import PagedLayerRows
-from cpkv.views.replicated import token_rows
 from cpkv.views.view import CurrentRows, LayerRows, View, ViewContext
 
 

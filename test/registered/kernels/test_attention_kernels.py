@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from guarded_bytes import far_bytes
 from poison import guarded, poisoned_outputs
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -228,21 +228,12 @@ def test_a_nan_part_shows_where_it_is_merged(device: torch.device) -> None:
             assert [bool(part[query].isnan().any()) for query in range(3)] == [False, False, True]
 
 
-def sparse_rows(rows: int, width: int, device: torch.device, folder: Path) -> torch.Tensor:
-    """More rows than memory may hold; on the CPU a file of holes, of which only what is written takes any."""
-    if device.type == "cuda":
-        return torch.empty(rows, width, dtype=torch.bfloat16, device=device)
-    path = folder / "rows"
-    with path.open("wb") as file:
-        file.truncate(2 * rows * width)
-    return torch.from_file(str(path), shared=True, size=rows * width, dtype=torch.bfloat16).view(rows, width)
-
-
-def test_rows_beyond_two_to_the_31_values(device: torch.device, tmp_path: Path) -> None:
+def test_rows_beyond_two_to_the_31_values(device: torch.device) -> None:
     """Row numbers fit in 32 bits; row numbers times the width do not."""
     attention = make(torch.bfloat16)
     first = 2**31 // (RANK + ROPE) - 150
-    latent = sparse_rows(first + len(attention.latent), RANK + ROPE, device, tmp_path)
+    rows, width = first + len(attention.latent), RANK + ROPE
+    latent = far_bytes(device, 2 * rows * width).view(torch.bfloat16).view(rows, width)
     assert latent.numel() > 2**31
     latent[first:] = attention.latent.to(device)
     view_rows = attention.view_rows + first

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from guarded_bytes import far_bytes
 from poison import guarded, poisoned_outputs
 from topk_cases import ScoreBlock, check_choice, few_valued_block, scores_with_garbage, shrink
 
@@ -105,16 +105,10 @@ def test_rows_of_a_million(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("values", ["normal", "equal"])
-def test_rows_that_lie_two_to_the_31_scores_apart(device: torch.device, tmp_path: Path, values: str) -> None:
+def test_rows_that_lie_two_to_the_31_scores_apart(device: torch.device, values: str) -> None:
     """By bounds and by digits: offsets have 64 bits."""
     tokens, apart = 700, 2**31 + 64
-    if device.type == "cuda":
-        memory = torch.empty(apart + tokens, device=device)
-    else:
-        path = tmp_path / "scores"
-        with path.open("wb") as file:
-            file.truncate(4 * (apart + tokens))
-        memory = torch.from_file(str(path), shared=True, size=apart + tokens, dtype=torch.float32)
+    memory = far_bytes(device, 4 * (apart + tokens)).view(torch.float32)
     scores = memory.as_strided((2, tokens), (apart, 1))
     near = torch.tensor(gaussian_rows(2, tokens)) if values == "normal" else torch.ones(2, tokens)
     scores.copy_(near)

@@ -18,10 +18,10 @@ from held_ranks import POINTS, Group, assert_same_outputs
 
 from cpkv.errors import NumericsError
 from cpkv.layout.plan import BatchPlan
+from cpkv.ops.reference.pages import token_rows
 from cpkv.pool.page_pool import POISON_BYTE
 from cpkv.testing.registration import register_cpu_ci
 from cpkv.views import factory
-from cpkv.views.replicated import token_rows
 from cpkv.views.unified import UnifiedView
 from cpkv.views.view import CurrentRows, LayerRows, ViewContext
 

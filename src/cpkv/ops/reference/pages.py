@@ -47,9 +47,14 @@ def position_rows(
     """
     check_view_rows(cp_size, segment_rows, page_rows)
     placement = PagePlacement(page_size, cp_size)
-    first_rows = (placement.owner(pages) * segment_rows + placement.local_page(pages) * page_rows).unsqueeze(1)
-    rows = first_rows + torch.arange(page_size, device=pages.device)
-    return keep_none(pages.unsqueeze(1), rows).flatten()[:tokens].to(torch.int32)
+    first_rows = placement.owner(pages) * segment_rows + placement.local_page(pages) * page_rows
+    page_of_position = pages.repeat_interleave(page_size)[:tokens]
+    return keep_none(page_of_position, token_rows(first_rows, tokens, page_size)).to(torch.int32)
+
+
+def token_rows(page_rows: torch.Tensor, tokens: int, page_size: int) -> torch.Tensor:
+    """First row of each page [pages] -> row of each position [tokens]."""
+    return (page_rows.unsqueeze(1) + torch.arange(page_size, device=page_rows.device)).flatten()[:tokens]
 
 
 def check_view_rows(cp_size: int, segment_rows: int, page_rows: int) -> None:

@@ -16,8 +16,7 @@ from cpkv.config.names import IndexDtype
 from cpkv.layout.row_format import FP8_SCALE_BYTES
 from cpkv.ops.reference import index_keys as reference
 from cpkv.ops.triton.float_codes import e4m3_codes, nearest
-from cpkv.ops.triton.latent_rows import rows_contiguous
-from cpkv.ops.triton.words import widest_word
+from cpkv.ops.triton.words import rows_contiguous, widest_word
 
 BLOCK_WORDS = 512
 KEYS_PER_PROGRAM = 16

@@ -17,7 +17,7 @@ from cpkv.config.names import LatentDtype
 from cpkv.layout.row_format import FP8_SCALE_BYTES, LATENT_SCALE_GROUP, RowFormat
 from cpkv.ops.reference import latent_rows as reference
 from cpkv.ops.triton.float_codes import e4m3_codes, e4m3_values, nearest
-from cpkv.ops.triton.words import widest_word
+from cpkv.ops.triton.words import rows_contiguous, widest_word
 
 BLOCK_WORDS = 512
 BLOCK_VALUES = 1024
@@ -100,11 +100,6 @@ def gather_rows(rows: torch.Tensor, row_numbers: torch.Tensor) -> torch.Tensor:
     chosen = torch.empty(row_numbers.numel(), rows.shape[1], dtype=rows.dtype, device=rows.device)
     _copy(rows, chosen, row_numbers.reshape(-1), gather=True)
     return chosen.view(*row_numbers.shape, rows.shape[1])
-
-
-def rows_contiguous(values: torch.Tensor) -> torch.Tensor:
-    """The same values, each row's side by side."""
-    return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, numbers: torch.Tensor, *, gather: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cpkv.ops.triton.latent_rows import rows_contiguous
+from cpkv.ops.triton.words import rows_contiguous
 
 BLOCK_HEADS = 64
 # With 64 rows the two stages fill the shared memory of a Hopper SM; 32 take 1.4 times as long.

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from cpkv.errors import NumericsError
 from cpkv.ops.triton.choice_parts import put_padding, put_positions, sortable
-from cpkv.ops.triton.latent_rows import rows_contiguous
 from cpkv.ops.triton.topk_digits import choose_by_digits
+from cpkv.ops.triton.words import rows_contiguous
 
 CANDIDATES = 4096
 TILE = 4096

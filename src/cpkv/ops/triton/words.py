@@ -30,3 +30,8 @@ def widest_word(*places: int) -> Word:
     num_bytes = math.gcd(16, *places)
     dtype = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}[num_bytes]
     return Word(num_bytes, dtype, 2 if num_bytes == 16 else 1)
+
+
+def rows_contiguous(values: torch.Tensor) -> torch.Tensor:
+    """The same values, each row's side by side."""
+    return values if values.stride(-1) == 1 else values.contiguous()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import torch
+
+from cpkv.ops.vendor.hopper import why_not_hopper
 
 INDEX_DIM = 128
 
 
 def why_not(device: torch.device, heads: int, index_dim: int) -> str | None:
     """Say why the kernel cannot score with these heads on a device; None when it can."""
-    if importlib.util.find_spec("deep_gemm") is None:
-        return "the package deep_gemm is not installed"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return f"it is called for Hopper GPUs here, and the keys lie on {device}"
+    if reason := why_not_hopper("deep_gemm", device):
+        return reason
     if heads not in (32, 64) or index_dim != INDEX_DIM:
         return f"it takes 32 or 64 heads of {INDEX_DIM} values, not {heads} of {index_dim}"
     return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import torch
+
+from cpkv.ops.vendor.hopper import why_not_hopper
 
 HEADS_AT_A_TIME = 64
 CHOSEN_AT_A_TIME = 128
@@ -14,10 +15,8 @@ LATENT_WIDTH, VALUE_WIDTH = 576, 512
 
 def why_not(device: torch.device, heads: int, latent_width: int, kv_lora_rank: int) -> str | None:
     """Say why the kernel cannot attend with these heads and rows on a device; None when it can."""
-    if importlib.util.find_spec("flash_mla") is None:
-        return "the package flash_mla is not installed"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return f"it is called for Hopper GPUs here, and the rows lie on {device}"
+    if reason := why_not_hopper("flash_mla", device):
+        return reason
     if heads % HEADS_AT_A_TIME:
         return f"it takes a multiple of {HEADS_AT_A_TIME} heads, not {heads}"
     if (latent_width, kv_lora_rank) != (LATENT_WIDTH, VALUE_WIDTH):
