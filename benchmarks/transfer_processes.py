@@ -23,7 +23,8 @@ from cpkv.layout.placement import PagePlacement
 from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.layout.row_format import RowFormat
 from cpkv.pool.page_pool import PagePool
-from cpkv.protocol.messages import Hello, PoolDescription, SenderDescription, ToDecode, Welcome
+from cpkv.protocol.messages import Hello, SenderDescription, ToDecode, Welcome
+from cpkv.testing.sample_pool import SAMPLE_POOL
 from cpkv.transfer.backend import Peer, Region, Run, TransferBackend
 from cpkv.transfer.backends import open_backend
 from cpkv.transfer.channel import listen
@@ -101,21 +102,7 @@ class Counted(NamedTuple):
 
 def hello(rank: int) -> Hello:
     """What a sender, or the scheduler as rank -1, says to the receiver."""
-    pool = PoolDescription(
-        protocol_version=0,
-        model="benchmark",
-        num_layers=LAYERS,
-        index_slots=(),
-        page_size=0,
-        latent_row_bytes=0,
-        index_row_bytes=0,
-        latent_dtype="bfloat16",
-        index_dtype="bfloat16",
-        norm_eps=0.0,
-        latent_norm_eps=0.0,
-        transfer="",
-    )
-    return Hello(pool, SenderDescription(rank=rank, cp_size=SENDERS, strategy="zigzag", instance="benchmark"))
+    return Hello(SAMPLE_POOL, SenderDescription(rank=rank, cp_size=SENDERS, strategy="zigzag", instance="benchmark"))
 
 
 class Receiver:
