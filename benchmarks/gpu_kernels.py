@@ -1,6 +1,6 @@
 """What the kernels of a DSA layer take on one GPU, beside the vendors' kernels and beside the floor.
 
-    python benchmarks/kernels.py [--json out.json] [--only topk scores ...] [--queries 4096] [--history 32768 131072]
+    python benchmarks/gpu_kernels.py [--json out.json] [--only topk scores ...] [--queries 4096] [--history 32768 131072]
 
 topk        exact_topk of 2048 from fp32 scores    floor: one read of the scores at the rate of a device copy
 scores      fp8_indexer_scores, 32 and 64 heads    beside DeepGEMM's fp8_mqa_logits; floor: the fp8 peak
