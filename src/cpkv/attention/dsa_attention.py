@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cpkv.attention.choice import Choice, IndexInputs, SparseAttention
 from cpkv.layout.plan import BatchPlan, LocalTokens
 from cpkv.layout.query_blocks import QueryBlocks
 from cpkv.layout.row_format import RowFormat
@@ -26,51 +27,8 @@ DECODED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class IndexInputs:
-    """What the indexer of one layer makes of this rank's tokens.
-
-    Attributes:
-        queries: [tokens, index_heads, index_dim], rotated.
-        weights: [tokens, index_heads], scaled by heads^-0.5 * dim^-0.5.
-    """
-
-    queries: torch.Tensor
-    weights: torch.Tensor
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """What one layer makes of this rank's tokens.
-
-    Attributes:
-        queries: [tokens, heads, latent_width], absorbed, in the compute dtype.
-        index: None on a layer that reuses the last choice.
-    """
-
-    queries: torch.Tensor
-    index: IndexInputs | None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The keys that one block of queries chose.
-
-    Attributes:
-        segment: number of the segment in the plan.
-        first: first token of the block among this rank's tokens.
-        last: one behind the last.
-        positions: int64 [last - first, chosen], ascending, -1 behind the last.
-    """
-
-    segment: int
-    first: int
-    last: int
-    positions: torch.Tensor
-
-
-@dataclass(frozen=True)
-class DsaAttention:
-    """Sparse attention of one model shape.
+class DsaAttention(SparseAttention):
+    """By plain torch.
 
     Attributes:
         row_format: of the stored rows.
@@ -85,18 +43,11 @@ class DsaAttention:
     compute_dtype: torch.dtype
 
     def choose(self, plan: BatchPlan, rows: LayerRows, local: LocalTokens, index: IndexInputs) -> list[Choice]:
-        """Choose the keys of each of this rank's tokens, exactly.
-
-        Args:
-            plan: of the batch.
-            rows: one layer of the view.
-            local: this rank's tokens.
-            index: what the indexer made of them.
-        """
+        """Choose in blocks of queries and of keys."""
         by_segment: dict[int, list[tuple[int, int]]] = {}
         for number, first, last in self.blocks.of(plan, local):
             by_segment.setdefault(number, []).append((first, last))
-        positions = torch.from_numpy(local.positions)
+        positions = torch.from_numpy(local.positions).to(index.queries.device)
         choices: list[Choice] = []
         for number, segment in enumerate(plan.spec.segments):
             ranges = by_segment.get(number, [])
@@ -108,7 +59,7 @@ class DsaAttention:
                 found = chosen.get((first, last))
                 if found is None:
                     limits = positions[first:last] + 1
-                    everything = torch.arange(int(limits[-1])).expand(last - first, -1)
+                    everything = torch.arange(int(limits[-1]), device=limits.device).expand(last - first, -1)
                     found = torch.where(everything < limits.unsqueeze(1), everything, -1)
                 choices.append(Choice(number, first, last, found))
         return choices
@@ -152,16 +103,7 @@ class DsaAttention:
         return {block: chosen for block, (_, chosen) in best.items()}
 
     def attend(self, rows: LayerRows, queries: torch.Tensor, choices: list[Choice]) -> torch.Tensor:
-        """Attend from this rank's tokens to the rows that they chose.
-
-        Args:
-            rows: one layer of the view.
-            queries: [tokens, heads, latent_width], absorbed.
-            choices: of this layer, or of the last layer that has an indexer.
-
-        Returns:
-            [tokens, heads, kv_lora_rank] in the compute dtype.
-        """
+        """Attend to copies of the chosen rows, block by block."""
         out = queries.new_empty(*queries.shape[:2], self.row_format.kv_lora_rank)
         for choice in choices:
             # A missing token reads the row of the query's first chosen one: finite, and masked out of the softmax.

@@ -30,6 +30,8 @@ def demo(
     no_current_reuse: flags.NoCurrentReuse = False,
     no_prefetch: flags.NoPrefetch = False,
     scratch_bytes: flags.ScratchBytes = None,
+    device: flags.Device = "cpu",
+    kernels: flags.KernelsName = "auto",
     page_size: flags.PageSize = 64,
     chunk_size: flags.ChunkSize = 2048,
     num_pages: flags.NumPages = None,

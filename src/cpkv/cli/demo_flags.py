@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from cpkv.config.names import DeviceName, KernelName
+
 MODEL, GROUP, REQUESTS, OUTPUT = "Model", "Prefill group and pools", "Requests", "Output"
 ELSEWHERE = "A decode worker elsewhere"
 
@@ -63,6 +65,22 @@ ScratchBytes = Annotated[
     int | None,
     typer.Option(
         help="Bytes that a rank may hold beside its pool (default: enough for the pool's largest context).",
+        rich_help_panel=GROUP,
+    ),
+]
+Device = Annotated[
+    DeviceName,
+    typer.Option(
+        help="Of models and pages: cpu, or cuda: ranks take the GPUs of the host in turn.",
+        metavar="NAME",
+        rich_help_panel=GROUP,
+    ),
+]
+KernelsName = Annotated[
+    KernelName,
+    typer.Option(
+        help="On a GPU: auto (the vendors' where they can run), or ours, or vendor.",
+        metavar="NAME",
         rich_help_panel=GROUP,
     ),
 ]

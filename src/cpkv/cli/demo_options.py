@@ -6,7 +6,16 @@ from typing import Literal
 
 import msgspec
 
-from cpkv.config.names import IndexDtype, KvView, LatentDtype, SplitStrategy, TransferName, WeightDtype
+from cpkv.config.names import (
+    DeviceName,
+    IndexDtype,
+    KernelName,
+    KvView,
+    LatentDtype,
+    SplitStrategy,
+    TransferName,
+    WeightDtype,
+)
 from cpkv.config.settings import EngineSettings, check_settings
 from cpkv.errors import ConfigError
 
@@ -32,6 +41,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     no_current_reuse: bool = False
     no_prefetch: bool = False
     scratch_bytes: int | None = None
+    device: DeviceName = "cpu"
+    kernels: KernelName = "auto"
     page_size: int = 64
     chunk_size: int = 2048
     num_pages: int | None = None
@@ -66,6 +77,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             current_reuse=not self.no_current_reuse,
             prefetch=not self.no_prefetch,
             scratch_bytes=self.scratch_bytes,
+            device=self.device,
+            kernels=self.kernels,
             transfer=self.transfer,
             overlap=not self.no_overlap,
             verify_transfer=self.verify_transfer,

@@ -124,6 +124,12 @@ class Communicator(abc.ABC):
         """Leave the group; calling it twice is harmless."""
 
 
+def settle(tensor: torch.Tensor) -> None:
+    """Wait until the device of a tensor has done what this thread gave it: other ranks may read and write then."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 def _copy_unless_there(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)

@@ -1,4 +1,8 @@
-"""Ranks as processes: torch.distributed over gloo, tensors only, no pickled objects."""
+"""Ranks as processes: torch.distributed, tensors only, no pickled objects.
+
+memory of the host    gloo
+memory of a GPU       NCCL where every rank has a GPU of its own, else gloo by way of the host
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ class GlooCommunicator(Communicator):
         size: ranks of the group.
         group: of torch.distributed; None for the one of all processes.
         prefetch: the same ranks as a second group.
+        nccl: the group moves memory of GPUs by NCCL.
         record: see `Communicator`.
     """
 
@@ -33,15 +38,24 @@ class GlooCommunicator(Communicator):
         group: Any = None,
         *,
         prefetch: GlooCommunicator | None = None,
+        nccl: bool = False,
         record: bool = False,
     ) -> None:
         super().__init__(rank, size, record=record)
         self._group = group
+        self._nccl = nccl
         self._prefetch = prefetch
 
     @classmethod
     def join(
-        cls, rank: int, size: int, rendezvous: Path, *, timeout_s: float = 120.0, record: bool = False
+        cls,
+        rank: int,
+        size: int,
+        rendezvous: Path,
+        *,
+        timeout_s: float = 120.0,
+        nccl: bool = False,
+        record: bool = False,
     ) -> GlooCommunicator:
         """Join the group of this host's rank processes.
 
@@ -50,6 +64,7 @@ class GlooCommunicator(Communicator):
             size: ranks of the group.
             rendezvous: a file that does not exist yet, the same for every rank; no port is opened for it.
             timeout_s: how long a collective waits for the others.
+            nccl: every rank has a GPU of its own, which is its current device: move memory of GPUs by NCCL.
             record: see `Communicator`.
 
         Raises:
@@ -57,14 +72,16 @@ class GlooCommunicator(Communicator):
         """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         try:
             dist.init_process_group(
-                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
+                backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
             )
-            second = dist.new_group(backend="gloo", timeout=timeout)
+            second = dist.new_group(backend=backend, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise WorkerDiedError(f"rank {rank} could not join the group of {size} ranks: {error}") from error
-        return cls(rank, size, prefetch=cls(rank, size, second, record=record), record=record)
+        prefetch = cls(rank, size, second, nccl=nccl, record=record)
+        return cls(rank, size, prefetch=prefetch, nccl=nccl, record=record)
 
     @property
     def prefetch(self) -> Communicator:
@@ -74,10 +91,14 @@ class GlooCommunicator(Communicator):
         return self._prefetch
 
     def _all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor) -> None:
-        self._run(label, lambda: dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), group=self._group))
+        sent, arrives = self._near(tensor), self._near(out)
+        self._run(label, lambda: dist.all_gather_into_tensor(arrives.view(-1), sent.view(-1), group=self._group))
+        _bring(arrives, out)
 
     def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
-        self._run(label, lambda: dist.broadcast(tensor, group=self._group, group_src=source))
+        moved = self._near(tensor)
+        self._run(label, lambda: dist.broadcast(moved, group=self._group, group_src=source))
+        _bring(moved, tensor)
 
     def _all_to_all(
         self,
@@ -87,10 +108,16 @@ class GlooCommunicator(Communicator):
         received_sizes: Sequence[int],
         label: str,
     ) -> None:
+        near, arrives = self._near(sent), self._near(received)
         self._run(
             label,
-            lambda: dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=self._group),
+            lambda: dist.all_to_all_single(arrives, near, list(received_sizes), list(sent_sizes), group=self._group),
         )
+        _bring(arrives, received)
+
+    def _near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory that the group can move: the tensor's own, or a copy in memory of the host."""
+        return tensor.cpu() if tensor.is_cuda and not self._nccl else tensor
 
     def _run(self, label: str, collective: Callable[[], Any]) -> None:
         try:
@@ -102,3 +129,9 @@ class GlooCommunicator(Communicator):
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _bring(arrived: torch.Tensor, out: torch.Tensor) -> None:
+    """Put what arrived in memory of the host where it was wanted."""
+    if arrived.device != out.device:
+        out.copy_(arrived)

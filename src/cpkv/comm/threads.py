@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from cpkv.comm.communicator import Communicator
+from cpkv.comm.communicator import Communicator, settle
 from cpkv.errors import PlanError, WorkerDiedError
 
 
@@ -139,7 +139,12 @@ class ThreadCommunicator(Communicator):
         self._meet(label, _Offer(f"{label} {tuple(sent.shape[1:])} {sent.dtype}", sent, tuple(sent_sizes)), take)
 
     def _meet(self, label: str, offer: _Offer, take: Callable[[list[_Offer]], None]) -> None:
-        self._group.meet(self._point, self.rank, label, offer, take)
+        def take_and_settle(offers: list[_Offer]) -> None:
+            take(offers)
+            settle(offer.tensor)
+
+        settle(offer.tensor)
+        self._group.meet(self._point, self.rank, label, offer, take_and_settle)
 
     def close(self) -> None:
         """Nothing to release: the group dies with its last user."""

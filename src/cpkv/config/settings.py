@@ -14,7 +14,16 @@ from typing import get_args
 
 import msgspec
 
-from cpkv.config.names import IndexDtype, KvView, LatentDtype, SplitStrategy, TransferName, WeightDtype
+from cpkv.config.names import (
+    DeviceName,
+    IndexDtype,
+    KernelName,
+    KvView,
+    LatentDtype,
+    SplitStrategy,
+    TransferName,
+    WeightDtype,
+)
 from cpkv.errors import ConfigError
 
 MAX_CP_SIZE = 8
@@ -46,6 +55,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         current_reuse: batches without history may read the gathered current rows.
         prefetch: gather a layer's history while the layer before computes, into a second buffer.
         scratch_bytes: bytes that views may hold beside the pool; None for what the largest context of the pool takes.
+        device: where models and pages are; ranks take the GPUs of the host in turn, several on one where they are more.
+        kernels: on a GPU: the vendors' where they can run (auto), ours, or the vendors' and nothing else.
         transfer: back end that moves pages to the decode worker.
         host: address on which workers listen and are reached.
         latent_norm_eps: eps of q_a_layernorm and kv_a_layernorm.
@@ -69,6 +80,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     current_reuse: bool = True
     prefetch: bool = True
     scratch_bytes: int | None = None
+    device: DeviceName = "cpu"
+    kernels: KernelName = "auto"
     transfer: TransferName = "mooncake"
     host: str = "127.0.0.1"
     latent_norm_eps: float = 1e-6
@@ -123,12 +136,24 @@ def check_settings(settings: EngineSettings) -> None:
             f"rows of {settings.dtype} with index keys of {settings.index_dtype} do not exist; "
             f"choose dtype/index_dtype from {listed}"
         )
+    _check_device(settings)
     _check_views(settings)
     if settings.enable_cp_shared_kv and settings.cp_size == 1:
         raise ConfigError(
             "--enable-cp-shared-kv was given with cp_size 1: one rank has nobody to share with; "
             "raise --cp-size to 2 or more, or leave the flag out"
         )
+
+
+def _check_device(settings: EngineSettings) -> None:
+    _one_of("device", settings.device, get_args(DeviceName))
+    _one_of("kernels", settings.kernels, get_args(KernelName))
+    if settings.device == "cpu" and settings.kernels != "auto":
+        raise ConfigError(
+            f"--kernels {settings.kernels} chooses between kernels of a GPU, and --device is cpu; leave one of them out"
+        )
+    if settings.device == "cuda" and settings.dtype == "float64":
+        raise ConfigError("--dtype float64 has no kernels on a GPU; give --dtype bfloat16 or float32, or --device cpu")
 
 
 def _check_views(settings: EngineSettings) -> None:

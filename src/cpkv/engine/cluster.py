@@ -27,6 +27,7 @@ from cpkv.engine.commands import (
     ReadCounters,
     StartDecode,
     StartRank,
+    WorkerReady,
 )
 from cpkv.engine.decode_connection import DecodeConnection
 from cpkv.engine.pool_description import describe_pool
@@ -42,7 +43,6 @@ from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.checkpoint import prepare_weights, read_config
 from cpkv.model.shape import ModelShape
 from cpkv.ops.reference.latent_rows import torch_dtype
-from cpkv.pool.sealed_segment import why_not_unified
 from cpkv.protocol.messages import Hello, SenderDescription
 from cpkv.protocol.sealing import check_secret
 from cpkv.transfer.backends import why_not
@@ -190,11 +190,11 @@ class Cluster:
             starts[self._decode] = start_decode(prepared, threads)
         ready = self.workers.call(starts, START_TIMEOUT_S)
         check_equal_facts([ready[worker].facts for worker in self.ranks])
-        self.unified_reason = self._why_not_unified([ready[worker].host for worker in self.ranks])
+        self.unified_reason = self._why_not_unified([ready[worker] for worker in self.ranks])
         if self._decode is not None:
             self.decode_address = (settings.host, ready[self._decode].port)
 
-    def _why_not_unified(self, hosts: Sequence[str]) -> str | None:
+    def _why_not_unified(self, ready: Sequence[WorkerReady]) -> str | None:
         """Why the ranks' pools are not one range of memory; None when they are.
 
         Raises:
@@ -205,8 +205,10 @@ class Cluster:
             return "the pool is replicated"
         if view not in ("auto", "unified"):
             return f"the view {view} was forced"
-        strangers = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
-        reason = why_not_unified() if not strangers else f"ranks {strangers} run on another host than rank 0"
+        reason = next((rank.unified_reason for rank in ready if rank.unified_reason is not None), None)
+        strangers = [rank for rank, theirs in enumerate(ready) if theirs.host != ready[0].host]
+        if strangers:
+            reason = f"ranks {strangers} run on another host than rank 0"
         if reason is not None and view == "unified":
             raise ConfigError(f"--kv-view unified was given and the ranks cannot share memory: {reason}; use mixed")
         return reason

@@ -51,12 +51,14 @@ class DecodeRequests:
 
     Args:
         forward: the model over the worker's pool.
-        receiver: takes pages into that pool.
+        receiver: takes pages into `arrives`.
+        arrives: where pages arrive: that pool, or its like in memory of the host where the pool is on a GPU.
     """
 
-    def __init__(self, forward: ForwardPass, receiver: PageReceiver) -> None:
+    def __init__(self, forward: ForwardPass, receiver: PageReceiver, arrives: PagePool) -> None:
         self._forward = forward
         self._pool: PagePool = forward.pool
+        self._arrives = arrives
         self._receiver = receiver
         self._placement = receiver.allocator.placement
         self._decoding: dict[str, DecodeRequest] = {}
@@ -97,6 +99,9 @@ class DecodeRequests:
         # An id may come again, once the request that had it has ended.
         if request is None or request.incoming is not incoming:
             assert incoming.first_token is not None
+            if self._arrives is not self._pool:
+                prompt = incoming.pages[: self._placement.pages_for(incoming.opened.prompt_tokens)]
+                self._pool.copy_pages(self._arrives, [self._placement.local_page(page) for page in prompt])
             request = self._decoding[request_id] = DecodeRequest(incoming, [incoming.first_token])
         return request
 
@@ -145,10 +150,10 @@ class DecodeRequests:
         for position in range(self._placement.pages_for(request.stored_tokens)):
             tokens = min(geometry.page_size, request.stored_tokens - position * geometry.page_size)
             local_page = self._placement.local_page(request.incoming.pages[position])
-            digest.update(tensor_bytes(self._pool.latent[local_page, :, :tokens]))
+            digest.update(tensor_bytes(self._pool.latent[local_page, :, :tokens].cpu()))
             for slot in range(geometry.num_slots):
                 keys = unpack_index_keys(
-                    self._pool.index[local_page],
+                    self._pool.index[local_page].cpu(),
                     torch.tensor([slot]),
                     tokens=tokens,
                     page_size=geometry.page_size,
@@ -160,9 +165,9 @@ class DecodeRequests:
     def dump(self, path: Path) -> None:
         """Write the pool and the page table: `latent` [page, layer, offset, value], index keys by page and slot."""
         geometry, row_format = self._pool.geometry, self._pool.geometry.row_format
-        tensors = {"latent": decode_latent_rows(self._pool.latent, row_format, self._forward.model.compute_dtype)}
+        tensors = {"latent": decode_latent_rows(self._pool.latent.cpu(), row_format, self._forward.model.compute_dtype)}
         keys, scales = split_index_blocks(
-            self._pool.index.flatten(0, 1), geometry.page_size, row_format.index_key_bytes
+            self._pool.index.cpu().flatten(0, 1), geometry.page_size, row_format.index_key_bytes
         )
         dtype = torch.float8_e4m3fn if row_format.index_dtype == "fp8" else torch_dtype(row_format.index_dtype)
         shape = (self._pool.local_pages, geometry.num_slots, geometry.page_size, -1)

@@ -19,12 +19,14 @@ from cpkv.comm.threads import ThreadGroup
 from cpkv.config.settings import check_decode_cp_size
 from cpkv.engine.commands import DumpPool, StartDecode, TraceDecode, WorkerReady
 from cpkv.engine.decode_requests import DecodeRequests
+from cpkv.engine.devices import model_kernels, take_device
 from cpkv.engine.forward import ForwardPass
 from cpkv.engine.pool_description import describe_pool
 from cpkv.errors import HandshakeError, ProtocolError
 from cpkv.layout.placement import PagePlacement
 from cpkv.model.checkpoint import read_config
 from cpkv.model.dsa_model import DsaModel
+from cpkv.pool.page_pool import PagePool
 from cpkv.protocol.messages import (
     Done,
     Hello,
@@ -58,15 +60,22 @@ class DecodeWorker:
     def __init__(self, start: StartDecode, make_backend: Callable[[], TransferBackend]) -> None:
         check_decode_cp_size(start.cp_size)
         settings = start.settings
-        model = DsaModel.load(read_config(Path(start.checkpoint)), Path(start.prepared), settings.latent_norm_eps)
+        device = take_device(settings.device, settings.cp_size)
+        model = DsaModel.load(
+            read_config(Path(start.checkpoint)), Path(start.prepared), settings.latent_norm_eps, device
+        )
         geometry = model.shape.geometry(settings.page_size, settings.stored_latent_dtype, settings.index_dtype)
         placement = PagePlacement(settings.page_size, 1)
         allocator = PageAllocator(start.num_pages, placement, start.shuffle_seed, option="decode_pages")
         backend = make_backend()
-        self._pool = open_target_pool(geometry, start.num_pages, backend, poison=settings.debug)
-        forward = ForwardPass(model, self._pool, ThreadGroup(1).communicator(0), ViewCounters(), Scratch())
+        arrives = open_target_pool(geometry, start.num_pages, backend, poison=settings.debug)
+        pool = arrives
+        if device.type != "cpu":
+            kernels = model_kernels(model.shape, settings, device)
+            pool = PagePool(geometry, start.num_pages, poison=settings.debug, device=device, kernels=kernels)
+        forward = ForwardPass(model, pool, ThreadGroup(1).communicator(0), ViewCounters(), Scratch(device=device))
         self._receiver = PageReceiver(
-            (self._pool,),
+            (arrives,),
             allocator,
             make_backend,
             vocab_size=model.shape.vocab_size,
@@ -75,7 +84,7 @@ class DecodeWorker:
             poison=settings.debug,
             backend=backend,
         )
-        self._requests = DecodeRequests(forward, self._receiver)
+        self._requests = DecodeRequests(forward, self._receiver, arrives)
         # Commands and connections are served by two threads.
         self._lock = threading.Lock()
         self._server = DecodeServer(

@@ -71,7 +71,7 @@ class Diagnostics:
         """
         geometry = self._pool.geometry
         gather = plan.everything
-        local_pages = torch.from_numpy(gather.padded_local_pages(plan.pool_owner(self._comm.rank)))
+        local_pages = view.context.tensor(gather.padded_local_pages(plan.pool_owner(self._comm.rank)))
         page_bytes = geometry.page_size * geometry.row_format.latent_row_bytes
         latent = self._gather(local_pages, page_bytes, partial(self._pool.latent_pages, layer), f"rows {layer}")
         truth = {"latent rows": latent.unflatten(1, (geometry.page_size, -1))}
@@ -80,7 +80,7 @@ class Diagnostics:
             blocks = self._gather(local_pages, geometry.index_block_bytes, collect, f"index keys {layer}")
             truth["index keys"] = _rows_of_blocks(blocks, geometry)
         for number, segment in enumerate(plan.spec.segments):
-            pages = torch.from_numpy(gather.gathered_pages[number])
+            pages = view.context.tensor(gather.gathered_pages[number])
             for what, stored in truth.items():
                 expected = stored[pages].flatten(0, 1)[: segment.end]
                 if what == "latent rows":
@@ -104,7 +104,7 @@ class Diagnostics:
         self, local_pages: torch.Tensor, num_bytes: int, collect: Callable[..., None], label: str
     ) -> torch.Tensor:
         """Pages of every rank, uint8 [ranks * pages, num_bytes]."""
-        own = torch.empty(len(local_pages), num_bytes, dtype=torch.uint8)
+        own = torch.empty(len(local_pages), num_bytes, dtype=torch.uint8, device=local_pages.device)
         collect(local_pages, out=own)
         return self._comm.all_gather(own, f"shadow of {label}").flatten(0, 1)
 
@@ -112,7 +112,8 @@ class Diagnostics:
 def _latent_rows(rows: LayerRows, segment: int, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
     """All latent rows of a request that a view shows, a few at a time."""
     for first in range(0, tokens, ROWS_AT_A_TIME):
-        yield first, rows.chosen_rows(segment, torch.arange(first, min(tokens, first + ROWS_AT_A_TIME)))
+        positions = torch.arange(first, min(tokens, first + ROWS_AT_A_TIME), device=rows.latent.device)
+        yield first, rows.chosen_rows(segment, positions)
 
 
 def _rows_of_blocks(blocks: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:

@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from cpkv.attention.dsa_attention import Choice, DsaAttention
-from cpkv.comm.communicator import Communicator
+from cpkv.attention.choice import Choice, SparseAttention
+from cpkv.attention.dsa_attention import DsaAttention
+from cpkv.attention.kernel_attention import KernelAttention
+from cpkv.comm.communicator import Communicator, settle
 from cpkv.engine.diagnostics import Diagnostics
 from cpkv.errors import NumericsError
 from cpkv.layout.plan import BatchPlan, LocalTokens
 from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.dsa_model import DsaModel, LayerProjections
-from cpkv.ops.reference.index_keys import encode_index_keys
-from cpkv.ops.reference.latent_rows import encode_latent_rows
-from cpkv.ops.words import select_rows
 from cpkv.pool.page_pool import PagePool
 from cpkv.views.counters import ViewCounters
 from cpkv.views.factory import open_view
@@ -89,11 +88,20 @@ class ForwardPass:
         self._costs = model.shape.view_costs(
             pool.model_geometry, model.compute_dtype.itemsize, options or ViewOptions()
         )
-        self._attention = DsaAttention(
-            row_format=pool.geometry.row_format,
-            blocks=self._costs.queries,
+        self._attention = self._open_attention(debug=diagnostics is not None)
+
+    def _open_attention(self, *, debug: bool) -> SparseAttention:
+        model, row_format = self.model, self.pool.geometry.row_format
+        if self.pool.kernels.name == "reference":
+            return DsaAttention(row_format, self._costs.queries, model.shape.softmax_scale, model.compute_dtype)
+        return KernelAttention(
+            self.pool.kernels,
+            row_format,
+            topk=model.shape.topk,
             scale=model.shape.softmax_scale,
             compute_dtype=model.compute_dtype,
+            value_dtype=model.dtype,
+            debug=debug,
         )
 
     @torch.inference_mode()
@@ -117,21 +125,24 @@ class ForwardPass:
             view.close(abandon=True)
             raise
         view.close()
+        # Whoever is told that the batch is over may read its pages, by a stream of his own or by none.
+        settle(self.pool.latent)
         if self._diagnostics is not None:
             self._diagnostics.after_batch(plan)
         self.counters.add(cost)
         return result
 
     def _run_layers(self, plan: BatchPlan, view: View, trace: BatchTrace | None) -> dict[str, torch.Tensor]:
-        local = plan.local_tokens(self.comm.rank)
-        hidden = self.model.embed(torch.from_numpy(local.token_ids))
-        rotation = self.model.rotation(torch.from_numpy(local.positions))
-        writes = plan.page_writes(plan.pool_owner(self.comm.rank))
+        local, context = plan.local_tokens(self.comm.rank), view.context
+        hidden = self.model.embed(context.tensor(local.token_ids))
+        rotation = self.model.rotation(context.tensor(local.positions))
+        order = context.tensor(plan.split.gather_slots)
+        places = self.pool.place(plan.page_writes(plan.pool_owner(self.comm.rank)))
         choices: list[Choice] = []
         for layer in range(self.model.shape.num_layers):
             projected = self.model.project(layer, hidden, rotation)
-            current = self._gather_current(plan, layer, view, projected)
-            self.pool.write(layer, writes, current.latent, current.index)
+            current = self._gather_current(layer, view, projected, order)
+            self.pool.write(layer, places, current.latent, current.index)
             rows = view.open_layer(layer, current)
             if self._diagnostics is not None:
                 self._diagnostics.compare_view(plan, layer, view, rows)
@@ -144,14 +155,13 @@ class ForwardPass:
             rows.close()
             hidden = self.model.finish(layer, hidden, attended)
         if trace is not None and trace.want_logits:
-            trace.logits = self.model.logits(hidden)
+            trace.logits = self.model.logits(hidden).cpu()
         return self._last_logits(plan, local, hidden)
 
-    def _gather_current(self, plan: BatchPlan, layer: int, view: View, projected: LayerProjections) -> CurrentRows:
+    def _gather_current(self, layer: int, view: View, projected: LayerProjections, order: torch.Tensor) -> CurrentRows:
         """Convert this rank's rows once, gather everyone's, put them in token order where the view wants them."""
-        row_format = self.pool.geometry.row_format
+        row_format, kernels = self.pool.geometry.row_format, self.pool.kernels
         target = view.current_target(layer)
-        order = torch.from_numpy(plan.split.gather_slots)
 
         def gather(rows: torch.Tensor, out: torch.Tensor, label: str) -> None:
             everyone = view.exchange(rows.shape[1])
@@ -159,14 +169,15 @@ class ForwardPass:
             own[: len(rows)] = rows
             own[len(rows) :] = 0
             self.comm.all_gather(own, f"{label} {layer}", out=everyone)
-            select_rows(everyone.flatten(0, 1), order, out)
+            kernels.gather_pages(everyone.flatten(0, 1), order, out[: len(order)])
 
-        latent = encode_latent_rows(projected.latent, projected.rope_key, row_format.latent_dtype)
+        latent = kernels.encode_latent_rows(projected.latent, projected.rope_key, row_format.latent_dtype)
         gather(latent, target.latent, "current latent rows")
         if projected.index_keys is not None:
             assert target.index is not None
-            gather(encode_index_keys(projected.index_keys, row_format.index_dtype), target.index, "current index keys")
-        return CurrentRows(target.latent[: plan.num_tokens], target.index)
+            keys = kernels.encode_index_keys(projected.index_keys, row_format.index_dtype)
+            gather(keys, target.index, "current index keys")
+        return CurrentRows(target.latent[: len(order)], target.index)
 
     def _last_logits(self, plan: BatchPlan, local: LocalTokens, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         last_logits = {}
@@ -176,12 +187,12 @@ class ForwardPass:
                 logits = self.model.logits(hidden[last - 1 : last])[0]
                 if not bool(logits.isfinite().all()):
                     raise NumericsError(f"request {segment.request_id}: a logit of its last prompt token is not finite")
-                last_logits[segment.request_id] = logits
+                last_logits[segment.request_id] = logits.cpu()
         return last_logits
 
 
 def _padded_choices(choices: list[Choice], topk: int, tokens: int) -> torch.Tensor:
     padded = torch.full((tokens, topk), -1)
     for choice in choices:
-        padded[choice.first : choice.last, : choice.positions.shape[1]] = choice.positions
+        padded[choice.first : choice.last, : choice.positions.shape[1]] = choice.positions.cpu()
     return padded

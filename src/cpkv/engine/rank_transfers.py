@@ -12,6 +12,7 @@ from cpkv.engine.commands import ConnectDecode, NewsAre, PagesNews, ReadNews, Se
 from cpkv.errors import PlanError
 from cpkv.layout.placement import PagePlacement
 from cpkv.layout.transfer_map import page_moves
+from cpkv.pool.host_pages import HostPages
 from cpkv.pool.page_pool import PagePool
 from cpkv.protocol.failures import failure_of
 from cpkv.protocol.messages import Done, Hello
@@ -53,6 +54,7 @@ class RankTransfers:
         self._backend: TransferBackend | None = None
         self._placement = PagePlacement(1, 1)
         self._thread: SenderThread | None = None
+        self._source: PagePool | HostPages | None = None
 
     def connect(self, command: ConnectDecode, hello: Hello, pool: PagePool, placement: PagePlacement) -> None:
         """Make a sender for a pool.
@@ -63,10 +65,11 @@ class RankTransfers:
         if self._backend is None:
             self._backend = self._make_backend()
         self._placement = placement
+        self._source = HostPages(pool) if pool.device.type == "cuda" else pool
         sender = PageSender(
             self._rank,
             self._backend,
-            pool,
+            self._source,
             lambda: DecodeReportLink(
                 DecodeLink(command.host, command.port, hello, secret=self._secret, timeout_s=self._timeout_s)
             ),
@@ -81,6 +84,8 @@ class RankTransfers:
         moves = page_moves(
             command.positions, command.pages, command.target_pages, self._placement, target_placement, self._rank
         )
+        assert self._source is not None
+        self._source.stage([move.source for move in moves])
         LOG.info("request %s: attempt %d: sends %d pages", command.request_id, command.attempt, len(moves))
         thread.order(SendOrder(command.request_id, command.attempt, moves, command.targets))
         return Done()
@@ -99,7 +104,7 @@ class RankTransfers:
         if self._thread is not None:
             if not self._thread.close(DRAIN_TIMEOUT_S):
                 self._backend = None
-            self._thread = None
+            self._thread = self._source = None
 
     def close(self) -> None:
         """End the sender and the engine."""

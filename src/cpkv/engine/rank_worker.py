@@ -31,6 +31,7 @@ from cpkv.engine.commands import (
     Trace,
     WorkerReady,
 )
+from cpkv.engine.devices import model_kernels
 from cpkv.engine.diagnostics import Diagnostics
 from cpkv.engine.forward import BatchTrace, ForwardPass
 from cpkv.engine.pool_description import describe_pool
@@ -43,8 +44,9 @@ from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.checkpoint import read_config
 from cpkv.model.dsa_model import DsaModel
 from cpkv.pool.page_pool import PagePool
-from cpkv.pool.sealed_segment import host_identity
+from cpkv.pool.sealed_segment import host_identity, why_not_unified
 from cpkv.pool.unified_pool import UnifiedPool
+from cpkv.pool.vmm_memory import why_not_vmm
 from cpkv.protocol.messages import Done, Hello, SenderDescription
 from cpkv.transfer.backend import TransferBackend
 from cpkv.views.counters import ViewCounters
@@ -59,17 +61,26 @@ class RankWorker:
     Args:
         start: who to be.
         comm: this rank's end of the group.
+        device: where its model and pages are.
         make_backend: makes the transfer back end; called once, when the decode worker is known.
     """
 
-    def __init__(self, start: StartRank, comm: Communicator, make_backend: Callable[[], TransferBackend]) -> None:
+    def __init__(
+        self,
+        start: StartRank,
+        comm: Communicator,
+        device: torch.device,
+        make_backend: Callable[[], TransferBackend],
+    ) -> None:
         self._start = start
         self._settings = start.settings
         self._rank = start.rank
         self._comm = comm
         config = read_config(Path(start.checkpoint))
-        self._model = DsaModel.load(config, Path(start.prepared), start.settings.latent_norm_eps)
         settings = start.settings
+        self._device = device
+        self._model = DsaModel.load(config, Path(start.prepared), settings.latent_norm_eps, device)
+        self._kernels = model_kernels(self._model.shape, settings, device)
         self._geometry = self._model.shape.geometry(
             settings.page_size, settings.stored_latent_dtype, settings.index_dtype
         )
@@ -93,8 +104,10 @@ class RankWorker:
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "threads": str(torch.get_num_threads()),
+            "kernels used": self._kernels.name,
         }
-        return WorkerReady(facts, host=host_identity())
+        reason = why_not_unified() if self._device.type == "cpu" else why_not_vmm(self._device)
+        return WorkerReady(facts, host=host_identity(), unified_reason=reason)
 
     def handle(self, command: Any) -> Any:
         """Act on a command and return the reply.
@@ -130,7 +143,7 @@ class RankWorker:
             self._pool,
             self._comm,
             self._counters,
-            Scratch(command.scratch_bytes, poison=debug),
+            Scratch(command.scratch_bytes, poison=debug, device=self._device),
             options=ViewOptions(prefetch=self._settings.prefetch),
             diagnostics=self._diagnostics,
         )
@@ -139,7 +152,13 @@ class RankWorker:
     def _make_pool(self, command: OpenPool) -> PagePool:
         settings = self._settings
         if not command.unified:
-            return PagePool(self._geometry, command.local_pages, poison=settings.debug)
+            return PagePool(
+                self._geometry,
+                command.local_pages,
+                poison=settings.debug,
+                device=self._device,
+                kernels=self._kernels,
+            )
         return UnifiedPool.open(
             self._geometry,
             command.local_pages,
@@ -150,6 +169,8 @@ class RankWorker:
             folder=Path(self._start.rendezvous).parent,
             fence=lambda label: self._comm.barrier(label),
             poison=settings.debug,
+            device=self._device,
+            kernels=self._kernels,
         )
 
     def _close_pool(self, command: ClosePool) -> Done:

@@ -11,6 +11,7 @@ import torch
 from cpkv.comm.threads import ThreadGroup
 from cpkv.engine.commands import Command, OpenPool, RunBatch
 from cpkv.engine.decode_worker import DecodeWorker
+from cpkv.engine.devices import take_device
 from cpkv.engine.rank_worker import RankWorker
 from cpkv.engine.worker import ThreadWorker
 from cpkv.engine.worker_loop import serve_commands
@@ -37,7 +38,12 @@ def start_thread_workers(cp_size: int) -> ThreadWorkers:
         serve_commands(
             channel,
             f"prefill rank {rank}",
-            lambda start: RankWorker(start, group.communicator(rank), lambda: InProcessBackend(fabric)),
+            lambda start: RankWorker(
+                start,
+                group.communicator(rank),
+                take_device(start.settings.device, rank),
+                lambda: InProcessBackend(fabric),
+            ),
             on_failure=lambda command, cause: group.abort(rank, cause) if isinstance(command, JOINT) else None,
         )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
-from cpkv.comm.gloo import GlooCommunicator
-from cpkv.comm.threads import ThreadGroup
 from cpkv.engine.commands import Command, StartDecode, StartRank
 from cpkv.engine.decode_worker import DecodeWorker
+from cpkv.engine.devices import take_device
+from cpkv.engine.rank_group import join_ranks
 from cpkv.engine.rank_worker import RankWorker
 from cpkv.engine.worker_loop import Worker, serve_commands
 from cpkv.engine.worker_process import begin_worker_process
@@ -24,13 +23,9 @@ def make_worker(command: object) -> Worker:
     """The worker that the first command asks for."""
     if isinstance(command, StartRank):
         torch.set_num_threads(command.threads)
-        cp_size = command.settings.cp_size
-        comm = (
-            ThreadGroup(1).communicator(0)
-            if cp_size == 1
-            else GlooCommunicator.join(command.rank, cp_size, Path(command.rendezvous))
-        )
-        return RankWorker(command, comm, lambda: open_backend_of(command.settings, command.secret))
+        device = take_device(command.settings.device, command.rank)
+        comm = join_ranks(command, device)
+        return RankWorker(command, comm, device, lambda: open_backend_of(command.settings, command.secret))
     if isinstance(command, StartDecode):
         torch.set_num_threads(command.threads)
         return DecodeWorker(command, lambda: open_backend_of(command.settings, command.secret))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from cpkv.attention.dsa_attention import AttentionInputs, IndexInputs
+from cpkv.attention.choice import AttentionInputs, IndexInputs
 from cpkv.errors import CheckpointError
 from cpkv.model.checkpoint import map_weights, quiet_transformers
 from cpkv.model.norms import compute_dtype_of, layer_norm, rms_norm
@@ -48,6 +48,9 @@ class DsaModel:
         weights: state dict with the names of the model in memory (`prepare_weights`).
         latent_norm_eps: see `ModelShape`.
 
+    Attributes:
+        device: where the weights are.
+
     Raises:
         CheckpointError: weights are missing or of another shape.
     """
@@ -65,14 +68,16 @@ class DsaModel:
         self._body = model.model
         self._head = model.lm_head
         self.dtype: torch.dtype = self._body.embed_tokens.weight.dtype
+        self.device: torch.device = self._body.embed_tokens.weight.device
         self.compute_dtype = compute_dtype_of(self.dtype)
         rotary_module = type(self._body.rotary_emb)(config)
-        self._rotary = RotaryPositions(config, rotary_module, self.compute_dtype)
+        self._rotary = RotaryPositions(config, rotary_module, self.compute_dtype, self.device)
 
     @classmethod
-    def load(cls, config: Any, prepared: Path, latent_norm_eps: float) -> DsaModel:
-        """Map a prepared file (`prepare_weights`)."""
-        return cls(config, map_weights(prepared), latent_norm_eps)
+    def load(cls, config: Any, prepared: Path, latent_norm_eps: float, device: torch.device | str = "cpu") -> DsaModel:
+        """Map a prepared file (`prepare_weights`), or copy it to a GPU."""
+        weights = {name: values.to(device) for name, values in map_weights(prepared).items()}
+        return cls(config, weights, latent_norm_eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids int64 [tokens] to hidden states [tokens, hidden_size]."""

@@ -77,13 +77,15 @@ class RotaryPositions:
         config: a transformers configuration with `rope_parameters`.
         module: transformers' rotary module of the model, the source of frequencies below float64.
         compute_dtype: float32 or float64.
+        device: of positions and rotations.
     """
 
-    def __init__(self, config: Any, module: Any, compute_dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, module: Any, compute_dtype: torch.dtype, device: torch.device) -> None:
         if compute_dtype == torch.float64:
             self._frequencies, self._factor = float64_frequencies(config.rope_parameters, config.qk_rope_head_dim)
         else:
             self._frequencies, self._factor = module.inv_freq.float(), float(module.attention_scaling)
+        self._frequencies = self._frequencies.to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of int64 positions [tokens], positions in the request."""

@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 
 from cpkv.errors import ConfigError
-from cpkv.layout.plan import PageWrites
 from cpkv.layout.pool_geometry import PoolGeometry, index_slots
-from cpkv.pool.page_pool import PagePool
+from cpkv.pool.page_pool import PagePool, PlacedWrites
 
 
 def split_layers(num_layers: int, cp_size: int) -> tuple[range, ...]:
@@ -52,10 +51,10 @@ class LayerSplitPool(PagePool):
         """The rank that holds a layer."""
         return next(rank for rank, layers in enumerate(self.layers) if layer in layers)
 
-    def write(self, layer: int, writes: PageWrites, latent: torch.Tensor, index: torch.Tensor | None) -> None:
+    def write(self, layer: int, places: PlacedWrites, latent: torch.Tensor, index: torch.Tensor | None) -> None:
         """Store the rows of an own layer; do nothing for another's."""
         if layer in self.layers[self.rank]:
-            super().write(self._own(layer), writes, latent, index)
+            super().write(self._own(layer), places, latent, index)
 
     def latent_pages(self, layer: int, local_pages: torch.Tensor, out: torch.Tensor) -> None:
         """Copy pages of an own layer."""

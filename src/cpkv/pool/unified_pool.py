@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.ops.kernels import Kernels
 from cpkv.pool.page_pool import PagePool
 from cpkv.pool.sealed_segment import RangeShape
 from cpkv.pool.unified_memory import UnifiedRange, open_unified_pools, segment_memory
@@ -27,10 +28,19 @@ class UnifiedPool(PagePool):
         local_pages: pages of every rank, the trash page included.
         latent: the range of latent rows.
         index: the range of index blocks.
+        kernels: see `PagePool`.
     """
 
-    def __init__(self, geometry: PoolGeometry, local_pages: int, latent: UnifiedRange, index: UnifiedRange) -> None:
-        super().__init__(geometry, local_pages, memory=(latent.own, index.own))
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        local_pages: int,
+        latent: UnifiedRange,
+        index: UnifiedRange,
+        *,
+        kernels: Kernels | None = None,
+    ) -> None:
+        super().__init__(geometry, local_pages, memory=(latent.own, index.own), kernels=kernels)
         self._all_latent = _units(latent.memory, geometry.row_format.latent_row_bytes)
         self._all_blocks = _units(index.memory, geometry.index_block_bytes)
         self.segment_rows = latent.shape.segment_bytes // geometry.row_format.latent_row_bytes
@@ -53,6 +63,7 @@ class UnifiedPool(PagePool):
         fence: Callable[[str], None],
         poison: bool = False,
         device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
     ) -> UnifiedPool:
         """Make this rank's part, share it with the others and map theirs. Every rank calls it.
 
@@ -67,6 +78,7 @@ class UnifiedPool(PagePool):
             fence: waits for all ranks.
             poison: see `PagePool`.
             device: where our pages lie; the others' may be on other devices of that type.
+            kernels: see `PagePool`.
 
         Raises:
             CpkvError: see `open_unified_pools` and `segment_memory`.
@@ -94,7 +106,7 @@ class UnifiedPool(PagePool):
             poison,
             memory=memory,
         )
-        return cls(geometry, local_pages, latent, index)
+        return cls(geometry, local_pages, latent, index, kernels=kernels)
 
     def all_latent_rows(self, layer: int) -> torch.Tensor:
         """Rows of all ranks and the tail, uint8 [rows, latent_row_bytes], the base shifted by the layer."""

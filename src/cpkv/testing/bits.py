@@ -67,7 +67,7 @@ class StoredRequest:
                 [
                     unpack_index_keys(
                         self._pool(page).index[self.placement.local_page(page)],
-                        torch.tensor([slot]),
+                        torch.tensor([slot], device=self.pools[0].device),
                         tokens=geometry.page_size,
                         page_size=geometry.page_size,
                         key_bytes=geometry.row_format.index_key_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from cpkv.layout.pool_geometry import PoolGeometry, local_pages
 from cpkv.layout.schedule import next_batch
 from cpkv.layout.view_costs import ViewCost, ViewOptions
 from cpkv.model.dsa_model import DsaModel
+from cpkv.ops.kernels import Kernels
 from cpkv.pool.page_pool import PagePool
 from cpkv.pool.unified_pool import UnifiedPool
 from cpkv.views.counters import ViewCounters
@@ -97,6 +99,7 @@ class ThreadedRanks:
         poison: fill pools, and the scratch of every batch, with NaN bytes first.
         options: how views work.
         scratch_bytes: see `ViewPlanner`.
+        kernels: of the device that the model is on; plain torch when left out.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class ThreadedRanks:
         unified: Path | None = None,
         options: ViewOptions | None = None,
         scratch_bytes: int | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.cp_size = cp_size
         self.shared = shared
@@ -121,24 +125,8 @@ class ThreadedRanks:
         self.comms = [self.group.communicator(rank, record=True) for rank in range(cp_size)]
         self.counters = [ViewCounters() for _ in range(cp_size)]
         pages = local_pages(num_pages, self.placement)
-        if unified is not None:
-            self.pools: list[PagePool] = run_on_ranks(
-                self.group,
-                lambda rank: UnifiedPool.open(
-                    geometry,
-                    pages,
-                    rank=rank,
-                    cp_size=cp_size,
-                    chunk_tokens=MAX_CHUNK,
-                    secret="secret",
-                    folder=unified,
-                    fence=self.comms[rank].barrier,
-                    poison=poison,
-                ),
-            )
-        else:
-            self.pools = [PagePool(geometry, pages, poison=poison) for _ in range(cp_size)]
-        self.scratches = [Scratch(scratch_bytes, poison=poison) for _ in range(cp_size)]
+        self.pools = self._open_pools(geometry, pages, unified, poison, model.device, kernels)
+        self.scratches = [Scratch(scratch_bytes, poison=poison, device=model.device) for _ in range(cp_size)]
         self.planner = ViewPlanner(
             costs=model.shape.view_costs(geometry, model.compute_dtype.itemsize, options or ViewOptions()),
             placement=self.placement,
@@ -158,6 +146,35 @@ class ThreadedRanks:
             )
             for rank in range(cp_size)
         ]
+
+    def _open_pools(
+        self,
+        geometry: PoolGeometry,
+        pages: int,
+        unified: Path | None,
+        poison: bool,
+        device: torch.device,
+        kernels: Kernels | None,
+    ) -> list[PagePool]:
+        if unified is None:
+            make = partial(PagePool, geometry, pages, poison=poison, device=device, kernels=kernels)
+            return [make() for _ in range(self.cp_size)]
+        return run_on_ranks(
+            self.group,
+            lambda rank: UnifiedPool.open(
+                geometry,
+                pages,
+                rank=rank,
+                cp_size=self.cp_size,
+                chunk_tokens=MAX_CHUNK,
+                secret="secret",
+                folder=unified,
+                fence=self.comms[rank].barrier,
+                poison=poison,
+                device=device,
+                kernels=kernels,
+            ),
+        )
 
     @property
     def sequences(self) -> list[list[Collective]]:

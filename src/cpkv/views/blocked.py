@@ -17,8 +17,6 @@ import torch
 from cpkv.layout.page_gather import PageGather
 from cpkv.layout.plan import BatchPlan
 from cpkv.layout.view_costs import key_block_gathers, key_block_tokens
-from cpkv.ops.reference.index_keys import unpack_index_keys
-from cpkv.ops.words import select_rows
 from cpkv.views.view import CurrentRows, LayerRows, View, ViewContext
 
 NOTHING_LEFT = -1
@@ -34,7 +32,7 @@ class BlockedView(View):
         self.round_rows = self.buffers["sent"].numel() // (context.comm.size * row_bytes)
         history = [plan.history_pages(number) for number in range(len(plan.spec.segments))]
         self.key_gathers = [key_block_gathers(pages, plan.placement, self.block_tokens) for pages in history]
-        self._pages = [torch.from_numpy(pages) for pages in history]
+        self._pages = [context.tensor(pages) for pages in history]
 
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:
         """Nothing moves until it is asked for."""
@@ -69,9 +67,9 @@ class BlockedLayerRows(LayerRows):
             history = max(0, min(last, entry.start) - first)
             if history:
                 gather = view.key_gathers[segment][first // view.block_tokens]
-                unpack_index_keys(
+                view.context.kernels.unpack_index_keys(
                     self._gather(gather),
-                    torch.from_numpy(gather.gathered_pages[0]),
+                    view.context.tensor(gather.gathered_pages[0]),
                     tokens=history,
                     page_size=geometry.page_size,
                     key_bytes=geometry.row_format.index_key_bytes,
@@ -87,7 +85,7 @@ class BlockedLayerRows(LayerRows):
         buffer = self._blocked.buffers["index blocks"][: gather.padded_pages * block_bytes]
         blocks = buffer.view(context.comm.size, gather.max_pages, block_bytes)
         own = blocks[context.comm.rank]
-        context.pool.index_pages(self._layer, torch.from_numpy(gather.padded_local_pages(context.comm.rank)), out=own)
+        context.pool.index_pages(self._layer, context.tensor(gather.padded_local_pages(context.comm.rank)), out=own)
         context.comm.all_gather(own, f"index pages {self._layer}", out=blocks)
         context.counters.moved(blocks.numel(), gather.num_pages * block_bytes, time.perf_counter() - started)
         return blocks.flatten(0, 1)
@@ -99,10 +97,11 @@ class BlockedLayerRows(LayerRows):
         wanted, inverse = torch.unique(positions, return_inverse=True)
         rows = view.buffers["chosen"][: len(wanted) * row_bytes].view(-1, row_bytes)
         history = int((wanted < entry.start).sum())
-        select_rows(self._current.latent, wanted[history:] - entry.start + view.plan.offsets[segment], rows[history:])
+        current = wanted[history:] - entry.start + view.plan.offsets[segment]
+        view.context.kernels.gather_pages(self._current.latent, current, rows[history:])
         owners, places = view.places(segment, wanted[:history])
         self._fetch(owners, places, rows)
-        return rows.index_select(0, inverse.flatten()).view(*positions.shape, row_bytes)
+        return view.context.kernels.gather_rows(rows, inverse)
 
     def _fetch(self, owners: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Fill rows [: len(owners)] from their owners, at most `round_rows` from each per round."""
@@ -112,7 +111,7 @@ class BlockedLayerRows(LayerRows):
             part = [numbers[first : first + self._blocked.round_rows] for numbers in by_owner]
             received = self._round([places[numbers] for numbers in part])
             assert received is not None
-            rows[torch.cat(part)] = received
+            self._blocked.context.kernels.store_rows(rows, torch.cat(part), received)
 
     def _round(self, asked: list[torch.Tensor] | None) -> torch.Tensor | None:
         """One round of questions and answers; with None this rank only answers.
@@ -129,11 +128,12 @@ class BlockedLayerRows(LayerRows):
             return None
         sizes = [[max(0, size) for size in row] for row in counts]
         to_send = [row[comm.rank] for row in sizes]
-        questions = torch.cat(asked) if asked is not None else torch.empty(0, dtype=torch.int64)
-        numbers = torch.empty(sum(to_send), dtype=torch.int64)
+        device = view.context.pool.device
+        questions = torch.cat(asked) if asked is not None else torch.empty(0, dtype=torch.int64, device=device)
+        numbers = torch.empty(sum(to_send), dtype=torch.int64, device=device)
         comm.all_to_all(questions, sizes[comm.rank], numbers, to_send, f"row numbers {layer}")
         sent = view.buffers["sent"][: len(numbers) * row_bytes].view(-1, row_bytes)
-        select_rows(view.context.pool.latent_rows(layer), numbers, sent)
+        view.context.kernels.gather_pages(view.context.pool.latent_rows(layer), numbers, sent)
         received = view.buffers["received"][: len(questions) * row_bytes].view(-1, row_bytes)
         comm.all_to_all(sent, to_send, received, sizes[comm.rank], f"rows {layer}")
         view.context.counters.moved(received.numel(), received.numel(), time.perf_counter() - started)

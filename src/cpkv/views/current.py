@@ -33,7 +33,7 @@ class CurrentView(View):
 
     def __init__(self, plan: BatchPlan, context: ViewContext) -> None:
         super().__init__(plan, context)
-        self._position_rows = tuple(torch.arange(first, last) for first, last in pairwise(plan.offsets))
+        self._position_rows = tuple(context.arange(first, last) for first, last in pairwise(plan.offsets))
 
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:
         """Nothing moves."""

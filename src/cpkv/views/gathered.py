@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 from cpkv.layout.plan import BatchPlan
-from cpkv.ops.reference.latent_rows import store_rows
 from cpkv.ops.reference.pages import token_rows
 from cpkv.views.history_gather import HistoryGather
 from cpkv.views.index_blocks import PagedLayerRows
@@ -48,7 +47,7 @@ class GatheredView(View):
         names = [name for name in ("latent 0", "latent 1") if name in self.buffers]
         self._latent = [self.buffers[name].view(-1, row_bytes) for name in names]
         self.starts = tuple(segment.start for segment in plan.spec.segments)
-        self.blocks = tuple(torch.from_numpy(pages) for pages in plan.history.gathered_pages)
+        self.blocks = tuple(context.tensor(pages) for pages in plan.history.gathered_pages)
         self.gather = self.gather_class(
             plan, context, [rows[: self._gathered_rows] for rows in self._latent], self.buffers.get("index blocks")
         )
@@ -77,7 +76,7 @@ class MixedView(GatheredView):
             torch.cat(
                 [
                     token_rows(pages * page_size, segment.start, page_size),
-                    self._gathered_rows + torch.arange(first, first + segment.length),
+                    self._gathered_rows + context.arange(first, first + segment.length),
                 ]
             )
             for pages, segment, first in zip(self.blocks, plan.spec.segments, plan.offsets, strict=False)
@@ -97,7 +96,7 @@ class FullView(GatheredView):
         position_rows, fresh = [], plan.history.padded_pages
         for pages, segment in zip(self.blocks, plan.spec.segments, strict=True):
             count = plan.placement.pages_for(segment.end) - len(pages)
-            all_pages = torch.cat([pages, torch.arange(fresh, fresh + count)])
+            all_pages = torch.cat([pages, context.arange(fresh, fresh + count)])
             position_rows.append(token_rows(all_pages * page_size, segment.end, page_size))
             fresh += count
         self._position_rows = tuple(position_rows)
@@ -108,5 +107,5 @@ class FullView(GatheredView):
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:
         """Wait for the layer's history and copy the current rows into the pages."""
         rows = super().open_layer(layer, current)
-        store_rows(rows.latent, self._current, current.latent)
+        self.context.kernels.store_rows(rows.latent, self._current, current.latent)
         return rows

@@ -4,7 +4,9 @@ main thread   open 0 | compute 0 ........ | open 1 | compute 1 ........ | open 2
 lane thread   latent 0, index 0 | latent 1 | index 1 | latent 2 | ...
 buffers       latent l goes to buffer l % 2; index l to the only one, once the keys of layer l - 1 have been read
 
-All ranks start the gathers in this order, from one thread, in a process group of their own.
+All ranks start the gathers in this order, from one thread, in a process group of their own. On a GPU the lane has a
+stream of its own: a gather begins behind what the main stream had been given when it was asked for, and the main stream
+goes on behind the gather.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from concurrent.futures import Future
 import torch
 
 from cpkv.layout.plan import BatchPlan
+from cpkv.views.side_stream import SideStream
 from cpkv.views.view import ViewContext
 
 
@@ -87,8 +90,9 @@ class HistoryGather:
         self._gather = plan.history
         self._latent = latent
         self._index = index
-        self._own = torch.from_numpy(plan.history.padded_local_pages(context.comm.rank if owner is None else owner))
+        self._own = context.tensor(plan.history.padded_local_pages(context.comm.rank if owner is None else owner))
         self._pending: list[Future[None]] = []
+        self._stream = SideStream(context.pool.device)
         self._comm = context.comm
         self._lane: GatherLane | None = None
         if len(latent) > 1 and plan.history.max_pages:
@@ -109,6 +113,7 @@ class HistoryGather:
         for future in self._pending:
             future.result()
         self._pending.clear()
+        self._stream.join()
         self._context.counters.wait_seconds += time.perf_counter() - started
         self._ahead(self._gather_latent, layer + 1)
 
@@ -125,7 +130,8 @@ class HistoryGather:
 
     def _ahead(self, gather: Callable[[int], None], layer: int) -> None:
         if self._lane is not None and layer < self._context.geometry.num_layers:
-            self._pending.append(self._lane.submit(lambda: gather(layer)))
+            begins = self._stream.fork()
+            self._pending.append(self._lane.submit(lambda: self._stream.run(begins, lambda: gather(layer))))
 
     def _gather_latent(self, layer: int) -> None:
         geometry = self._context.geometry

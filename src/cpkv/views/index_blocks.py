@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from cpkv.ops.reference.index_keys import unpack_index_keys
 from cpkv.views.view import CurrentRows, LayerRows, View
 
 
@@ -50,7 +49,7 @@ class PagedLayerRows(LayerRows):
         keys = self._view.buffers["keys"][: tokens * row_bytes].view(tokens, row_bytes)
         if history:
             assert self._blocks is not None
-            unpack_index_keys(
+            self._view.context.kernels.unpack_index_keys(
                 self._blocks,
                 self._block_numbers[segment],
                 tokens=history,

@@ -5,6 +5,7 @@ rank 0    r 1 2 3 4 5 ...        view row = row of the own pool        the same 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from cpkv.layout.plan import BatchPlan
@@ -21,7 +22,7 @@ class ReplicatedView(View):
         geometry = context.geometry
         position_rows, blocks = [], []
         for segment in plan.spec.segments:
-            pages = torch.tensor(segment.pages[: plan.placement.pages_for(segment.end)])
+            pages = context.tensor(np.asarray(segment.pages[: plan.placement.pages_for(segment.end)]))
             local_pages = plan.placement.local_page(pages)
             rows = geometry.latent_row(local_pages, torch.zeros_like(local_pages))
             position_rows.append(token_rows(rows, segment.end, geometry.page_size))

@@ -17,15 +17,19 @@ class Scratch:
     Args:
         limit_bytes: the most that a batch may take, allocated now; None allocates what the largest batch so far took.
         poison: fill it with 0xFF before every batch, so that a read of what nobody wrote shows.
+        device: where it lies.
 
     Raises:
         ConfigError: the machine does not give that much.
     """
 
-    def __init__(self, limit_bytes: int | None = None, *, poison: bool = False) -> None:
+    def __init__(
+        self, limit_bytes: int | None = None, *, poison: bool = False, device: torch.device | str = "cpu"
+    ) -> None:
         self._limit = limit_bytes
         self._poison = poison
-        self._memory = _allocate(limit_bytes or 0)
+        self._device = torch.device(device)
+        self._memory = self._allocate(limit_bytes or 0)
 
     @property
     def allocated_bytes(self) -> int:
@@ -45,7 +49,7 @@ class Scratch:
                 f"raise --scratch-bytes to {needed}"
             )
         if needed > self._memory.numel():
-            self._memory = _allocate(needed)
+            self._memory = self._allocate(needed)
         if self._poison:
             self._memory.fill_(POISON_BYTE)
         carved, first = {}, 0
@@ -54,13 +58,13 @@ class Scratch:
             first += aligned(num_bytes)
         return carved
 
-
-def _allocate(num_bytes: int) -> torch.Tensor:
-    try:
-        # Outside of inference mode, since the thread that prefetches writes into it too.
-        with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the scratch takes {num_bytes} bytes and the machine does not give them ({error}); lower --scratch-bytes"
-        ) from error
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        try:
+            # Outside of inference mode, since the thread that prefetches writes into it too.
+            with torch.inference_mode(False):
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the scratch takes {num_bytes} bytes and {self._device} does not give them ({error}); "
+                "lower --scratch-bytes"
+            ) from error

@@ -34,11 +34,11 @@ class UnifiedView(View):
         placement, geometry = plan.placement, pool.geometry
         position_rows, blocks = [], []
         for number, (segment, first) in enumerate(zip(plan.spec.segments, plan.offsets, strict=False)):
-            pages = torch.from_numpy(plan.history_pages(number))
+            pages = context.tensor(plan.history_pages(number))
             owners, local_pages = placement.owner(pages), placement.local_page(pages)
             rows = owners * pool.segment_rows + geometry.latent_row(local_pages, torch.zeros_like(local_pages))
             history = token_rows(rows, segment.start, geometry.page_size)
-            current = pool.tail_row + torch.arange(first, first + segment.length)
+            current = pool.tail_row + context.arange(first, first + segment.length)
             position_rows.append(torch.cat([history, current]))
             blocks.append(owners * pool.segment_blocks + geometry.index_block(local_pages))
         self._position_rows = tuple(position_rows)

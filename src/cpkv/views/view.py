@@ -19,8 +19,9 @@ from cpkv.comm.communicator import Communicator
 from cpkv.layout.placement import keep_none
 from cpkv.layout.plan import BatchPlan
 from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.layout.split import IntArray
 from cpkv.layout.view_costs import TAIL, BatchSizes, ViewCosts
-from cpkv.ops.reference.latent_rows import gather_rows
+from cpkv.ops.kernels import Kernels
 from cpkv.pool.page_pool import PagePool
 from cpkv.views.counters import ViewCounters
 from cpkv.views.scratch import Scratch
@@ -64,6 +65,19 @@ class ViewContext:
         """Of a page over all layers, whatever part of it this rank stores."""
         return self.costs.geometry
 
+    @property
+    def kernels(self) -> Kernels:
+        """What moves bytes on the rank's device."""
+        return self.pool.kernels
+
+    def tensor(self, numbers: IntArray) -> torch.Tensor:
+        """Numbers of a plan, int64, on the rank's device."""
+        return torch.from_numpy(numbers).to(self.pool.device)
+
+    def arange(self, first: int, last: int) -> torch.Tensor:
+        """int64 [last - first], on the rank's device."""
+        return torch.arange(first, last, device=self.pool.device)
+
 
 class LayerRows(abc.ABC):
     """The rows of one layer, as attention reads them. Every rank closes it, also with no token of its own."""
@@ -85,7 +99,11 @@ class LayerRows(abc.ABC):
 
     def chosen_rows(self, segment: int, positions: torch.Tensor) -> torch.Tensor:
         """Rows of positions (int64, any shape, each 0 or more): uint8 [*shape, latent_row_bytes]."""
-        return gather_rows(self.latent, self._view.rows_of(segment, positions))
+        return self._view.context.kernels.gather_rows(self.latent, self._view.rows_of(segment, positions))
+
+    def position_rows(self, segment: int) -> torch.Tensor | None:
+        """Row in `latent` of every position of a segment's request, int64 [tokens]; None where rows are fetched."""
+        return self._view.position_rows(segment)
 
     def keys_done(self) -> None:  # noqa: B027
         """No key block of this layer will be asked for any more."""
@@ -146,6 +164,10 @@ class View(abc.ABC):
         """
         rows = self._position_rows[segment][positions.clamp(min=0)]
         return ViewRows(keep_none(positions, rows))
+
+    def position_rows(self, segment: int) -> torch.Tensor | None:
+        """Row of every position of a segment's request, in every layer; None in a view that has no rows."""
+        return self._position_rows[segment] if self._position_rows else None
 
     @abc.abstractmethod
     def open_layer(self, layer: int, current: CurrentRows) -> LayerRows:

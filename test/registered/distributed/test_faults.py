@@ -17,7 +17,7 @@ from cpkv.testing.faults.options import FaultOptions
 from cpkv.testing.faults.report import FaultReport
 from cpkv.testing.registration import register_cpu_ci
 
-register_cpu_ci(est_time=55, suite="distributed", alone=True)
+register_cpu_ci(est_time=65, suite="distributed")
 
 pytestmark = pytest.mark.parametrize("transfer", ["tcp", "mooncake"])
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from cpkv.engine.forward import BatchTrace
 from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
 from cpkv.layout.schedule import next_batch
 from cpkv.model.dsa_model import DsaModel
-from cpkv.pool import page_pool
 from cpkv.pool.page_pool import PagePool
 from cpkv.testing.bits import assert_same_bits
 from cpkv.testing.checkpoints import TinyShape
@@ -97,9 +97,9 @@ class Stage:
         )
 
 
-def staged(monkeypatch: pytest.MonkeyPatch, stage: Stage) -> None:
+def staged(monkeypatch: pytest.MonkeyPatch, stage: Stage, pools: Sequence[PagePool]) -> None:
     """Let ranks pass the stage at every collective, write and read."""
-    meet, write, store_keys = ThreadCommunicator._meet, PagePool.write, page_pool.store_index_keys
+    meet, write, kernels = ThreadCommunicator._meet, PagePool.write, pools[0].kernels
     key_blocks, chosen_rows = PagedLayerRows.key_blocks, LayerRows.chosen_rows
 
     def staged_meet(comm: ThreadCommunicator, *arguments: Any) -> None:
@@ -113,7 +113,7 @@ def staged(monkeypatch: pytest.MonkeyPatch, stage: Stage) -> None:
 
     def staged_store_keys(*arguments: Any, **options: Any) -> None:
         stage.point("within a write")
-        store_keys(*arguments, **options)
+        kernels.store_index_keys(*arguments, **options)
 
     def staged_key_blocks(rows: PagedLayerRows, segment: int) -> Iterator[tuple[int, torch.Tensor]]:
         stage.point("before the keys are read")
@@ -125,7 +125,8 @@ def staged(monkeypatch: pytest.MonkeyPatch, stage: Stage) -> None:
 
     monkeypatch.setattr(ThreadCommunicator, "_meet", staged_meet)
     monkeypatch.setattr(PagePool, "write", staged_write)
-    monkeypatch.setattr(page_pool, "store_index_keys", staged_store_keys)
+    for pool in pools:
+        monkeypatch.setattr(pool, "kernels", replace(kernels, store_index_keys=staged_store_keys))
     monkeypatch.setattr(PagedLayerRows, "key_blocks", staged_key_blocks)
     monkeypatch.setattr(LayerRows, "chosen_rows", staged_chosen_rows)
 
@@ -222,7 +223,7 @@ class Group:
         """Run with holds; what came out, and how many holds there were."""
         ranks, stage = self.ranks(), Stage(self.cp_size, hold_at)
         with monkeypatch.context() as patch:
-            staged(patch, stage)
+            staged(patch, stage, ranks.ranks.pools)
             return ranks.run(stage), stage.holds
 
     def check_random_holds(self, monkeypatch: pytest.MonkeyPatch, seed: int, chance: float) -> None:

@@ -16,6 +16,7 @@ from cpkv.config.names import IndexDtype, KvView, LatentDtype, SplitStrategy
 from cpkv.layout.plan import BatchSpec
 from cpkv.layout.view_costs import TAIL, ViewOptions, aligned
 from cpkv.model.dsa_model import DsaModel
+from cpkv.ops.kernels import Kernels
 from cpkv.pool.page_pool import POISON_BYTE
 from cpkv.testing.bits import StoredRequest, assert_same_bits, assert_same_rows
 from cpkv.testing.ranks import PrefillTrace, ThreadedRanks
@@ -92,6 +93,7 @@ def run_pool(
     chunk_size: int,
     strategy: SplitStrategy,
     kind: ViewKind = VIEW_KINDS[0],
+    kernels: Kernels | None = None,
 ) -> PoolRun:
     """Prefill through one kind of pool, poisoned and with shuffled pages; the ranks' collectives must be equal."""
     lengths = [len(ids) for ids in prompts.values()]
@@ -106,6 +108,7 @@ def run_pool(
             num_pages=pages_of(lengths, page_size, cp_size if shared else 1),
             unified=folder,
             options=kind.options,
+            kernels=kernels,
         )
     trace = ranks.prefill(
         prompts,
@@ -146,6 +149,7 @@ def check_views(
     cp_size: int,
     chunk_size: int,
     strategy: SplitStrategy,
+    kernels: Kernels | None = None,
 ) -> tuple[list[PoolRun], PoolRun]:
     """Run a replicated pool once and a shared one through each view, and compare everything.
 
@@ -165,6 +169,7 @@ def check_views(
             chunk_size=chunk_size,
             strategy=strategy,
             kind=kind,
+            kernels=kernels,
         )
 
     replicated = run(False, VIEW_KINDS[0])
@@ -265,6 +270,6 @@ def check_nothing_else_written(run: PoolRun) -> None:
             False
         )
         for what, memory in (("latent rows", pool.latent), ("index keys", pool.index)):
-            written = (memory[foreign] != POISON_BYTE).flatten(1).any(dim=1)
+            written = (memory[foreign] != POISON_BYTE).flatten(1).any(dim=1).cpu()
             wrong = foreign.nonzero().flatten()[written].tolist()
             assert not wrong, f"rank {rank} wrote {what} of local pages {wrong}, which hold no request"

@@ -9,7 +9,8 @@ import torch
 
 from cpkv.config.names import IndexDtype
 from cpkv.layout.query_blocks import KEY_TILE
-from cpkv.ops.reference.index_keys import decode_index_keys
+from cpkv.layout.row_format import FP8_SCALE_BYTES
+from cpkv.ops.reference.index_keys import decode_index_keys, unpack_keys_and_scales
 
 
 def indexer_scores(
@@ -44,7 +45,7 @@ def indexer_scores(
         products = torch.mm(flat_queries, tile.T).relu_().view(num_queries, heads, KEY_TILE)
         torch.bmm(weights.unsqueeze(1), products, out=scores[:, start : start + KEY_TILE].unsqueeze(1))
     scores = scores[:, :width]
-    hidden = torch.arange(width) >= limits.unsqueeze(1)
+    hidden = torch.arange(width, device=scores.device) >= limits.unsqueeze(1)
     return scores.masked_fill_(hidden, float("-inf"))
 
 
@@ -74,3 +75,36 @@ def fp8_indexer_scores(
         scores[:, tile] = torch.bmm(weights.unsqueeze(1), products).squeeze(1) * key_scales[tile]
     hidden = torch.arange(tokens, device=scores.device) >= limits.unsqueeze(1)
     return scores.masked_fill_(hidden, float("-inf"))
+
+
+def fp8_paged_indexer_scores(
+    queries: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor, page_table: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    """Score one query per request against the keys in its index blocks: decoding, every request with pages of its own.
+
+    Args:
+        queries: float8_e4m3fn [requests, heads, dim].
+        weights: fp32 [requests, heads], may be negative; each holds the scale of its quantised query.
+        blocks: uint8 [blocks, page_size * (dim + 4)], all keys of a page, then all scales; each block contiguous,
+            blocks may lie apart.
+        page_table: int32 [requests, pages] blocks of each request by page position; anything behind the last block
+            that holds keys of the request.
+        limits: int64 [requests] how many keys each query may see; at most pages * page_size.
+
+    Returns:
+        fp32 [requests, pages * page_size]; -inf where a query may not look.
+    """
+    dim = queries.shape[2]
+    page_size = blocks.shape[1] // (dim + FP8_SCALE_BYTES)
+    width = page_table.shape[1] * page_size
+    scores = torch.full((len(queries), width), float("-inf"), dtype=torch.float32, device=queries.device)
+    for request, tokens in enumerate(limits.tolist()):
+        if not tokens:
+            continue
+        numbers = page_table[request, : -(-tokens // page_size)].to(torch.int64)
+        keys, scales = unpack_keys_and_scales(blocks, numbers, tokens=tokens, page_size=page_size, key_bytes=dim)
+        own = slice(request, request + 1)
+        scores[own, :tokens] = fp8_indexer_scores(
+            queries[own], weights[own], keys.view(torch.float8_e4m3fn), scales, limits[own]
+        )
+    return scores

@@ -39,6 +39,8 @@ FLAGS: dict[str, Any] = {
     "no_current_reuse": False,
     "no_prefetch": False,
     "scratch_bytes": None,
+    "device": "cpu",
+    "kernels": "auto",
     "page_size": 64,
     "chunk_size": 2048,
     "num_pages": None,
@@ -62,6 +64,8 @@ CHOICES = {
     "dtype": ("float64", "float32", "bfloat16"),
     "index_dtype": ("float64", "float32", "bfloat16", "fp8"),
     "cp_strategy": ("zigzag", "interleave"),
+    "device": ("cpu", "cuda"),
+    "kernels": ("auto", "ours", "vendor"),
     "transfer": ("mooncake", "tcp", "shm", "nixl", "inprocess"),
 }
 

@@ -75,8 +75,8 @@ class Batch:
         shared = self.plan.placement.cp_size > 1
         for layer in range(self.geometry.num_layers):
             for rank, pool in enumerate(self.pools):
-                writes = self.plan.page_writes(rank if shared else 0)
-                pool.write(layer, writes, self.latent[layer], self.index.get(layer))
+                places = pool.place(self.plan.page_writes(rank if shared else 0))
+                pool.write(layer, places, self.latent[layer], self.index.get(layer))
             for packed, owner, local_page, offset in self.tokens():
                 self.wanted_latent[owner][local_page, layer, offset] = self.latent[layer][packed]
                 if layer in self.index:
@@ -185,7 +185,7 @@ def test_nan_rows_written_to_the_trash_page_change_no_other_page() -> None:
     )
     batch.write()
     pool, rows = batch.pools[1], batch.geometry.row_format
-    padding = PageWrites(np.arange(3), np.zeros(3, dtype=np.int64), np.arange(3))
+    padding = pool.place(PageWrites(np.arange(3), np.zeros(3, dtype=np.int64), np.arange(3)))
     for layer, slot in enumerate(SLOTS):
         index = torch.full((3, rows.index_row_bytes), 0xFE, dtype=torch.uint8) if slot >= 0 else None
         pool.write(layer, padding, torch.full((3, rows.latent_row_bytes), 0xFE, dtype=torch.uint8), index)
@@ -235,14 +235,14 @@ def test_a_layer_that_shares_a_choice_has_no_index_keys_to_read_or_write(layer: 
     """Kind 24: slot -1 is not the last slot."""
     geometry = make_geometry(("float32", "float32"), 2)
     pool = PagePool(geometry, 3, poison=True)
-    writes = PageWrites(np.arange(1), np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    places = pool.place(PageWrites(np.arange(1), np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)))
     rows = geometry.row_format
     uses = (
         lambda: pool.index_blocks(layer),
         lambda: pool.index_pages(layer, torch.tensor([1]), out=torch.empty(1, geometry.index_block_bytes)),
         lambda: pool.write(
             layer,
-            writes,
+            places,
             torch.zeros(1, rows.latent_row_bytes, dtype=torch.uint8),
             torch.zeros(1, rows.index_row_bytes, dtype=torch.uint8),
         ),

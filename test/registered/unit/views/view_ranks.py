@@ -194,8 +194,8 @@ class ViewRanks:
     def _write(
         self, pool: PagePool, rank: int, plan: BatchPlan, layer: int, latent: torch.Tensor, index: torch.Tensor
     ) -> None:
-        writes = plan.page_writes(plan.pool_owner(rank))
-        pool.write(layer, writes, latent, index if self.geometry.slots[layer] >= 0 else None)
+        places = pool.place(plan.page_writes(plan.pool_owner(rank)))
+        pool.write(layer, places, latent, index if self.geometry.slots[layer] >= 0 else None)
 
     def read(self, prompts: Sequence[Prompt], reading: Reading | None = None) -> list[list[list[Seen]]]:
         """Run one batch over the rest of the prompts; [rank][request][layer] what was read."""

@@ -1,0 +1,197 @@
+"""DSA attention by the kernels of a GPU, which read the chosen rows of a view where they lie.
+
+fp8 keys      queries in fp8 too, their scales in the weights       scores -> choice with view rows -> attention
+float keys    scores by plain torch, of the decoded keys            likewise
+packed rows, and views whose rows are fetched                       chosen rows are copied and decoded first
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cpkv.attention.choice import Choice, IndexInputs, SparseAttention
+from cpkv.layout.plan import BatchPlan, LocalTokens
+from cpkv.layout.row_format import FP8_SCALE_BYTES, RowFormat
+from cpkv.ops.kernels import Kernels
+from cpkv.ops.reference.index_keys import decode_index_keys
+from cpkv.ops.reference.indexer import indexer_scores
+from cpkv.ops.reference.latent_rows import torch_dtype
+from cpkv.views.view import LayerRows
+
+DEFAULT_WORKSPACE_BYTES = 1 << 30
+Best = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries of one segment that are scored together: tokens of this rank, and how many keys each may see."""
+
+    first: int
+    last: int
+    limits: torch.Tensor
+    most: int
+
+
+@dataclass(frozen=True)
+class KernelAttention(SparseAttention):
+    """By the kernels of one device.
+
+    Attributes:
+        kernels: of the device.
+        row_format: of the stored rows.
+        topk: keys chosen per query.
+        scale: softmax scale.
+        compute_dtype: of queries and outputs.
+        value_dtype: of the values that attention reads: bfloat16, or float32 for comparison.
+        debug: look for NaN among the scores, which waits for the device.
+        workspace_bytes: bounds the scores, and copies of chosen rows, of a block of queries.
+    """
+
+    kernels: Kernels
+    row_format: RowFormat
+    topk: int
+    scale: float
+    compute_dtype: torch.dtype
+    value_dtype: torch.dtype
+    debug: bool = False
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+
+    def choose(self, plan: BatchPlan, rows: LayerRows, local: LocalTokens, index: IndexInputs) -> list[Choice]:
+        """Choose with view rows, where the view has them."""
+        runs = {number: (first, last) for number, first, last in local.runs}
+        choices: list[Choice] = []
+        for number, segment in enumerate(plan.spec.segments):
+            first, last = runs.get(number, (0, 0))
+            blocks = self._blocks(local, first, last, segment.end, index.queries.device)
+            if segment.end <= self.topk:
+                choices += [self._everything(rows, number, block) for block in blocks]
+            elif blocks or rows.position_rows(number) is None:
+                # Where rows are fetched every rank asks, also one without a query here.
+                choices += self._chosen(rows, number, blocks, index)
+        return choices
+
+    def _blocks(self, local: LocalTokens, first: int, last: int, tokens: int, device: torch.device) -> list[_Block]:
+        size = max(1, self.workspace_bytes // (4 * tokens))
+        limits = torch.from_numpy(local.positions[first:last] + 1).to(device)
+        return [
+            _Block(start, end, limits[start - first : end - first], int(local.positions[end - 1]) + 1)
+            for start in range(first, last, size)
+            for end in (min(last, start + size),)
+        ]
+
+    def _everything(self, rows: LayerRows, segment: int, block: _Block) -> Choice:
+        """All keys that a query may see: there are no more than topk."""
+        positions = torch.arange(block.most, dtype=torch.int32, device=block.limits.device)
+        hidden = positions >= block.limits.unsqueeze(1)
+        numbers = rows.position_rows(segment)
+        return Choice(
+            segment,
+            block.first,
+            block.last,
+            positions.expand(len(hidden), -1).masked_fill(hidden, -1),
+            None
+            if numbers is None
+            else numbers[: block.most].to(torch.int32).expand(len(hidden), -1).masked_fill(hidden, -1),
+        )
+
+    def _chosen(self, rows: LayerRows, segment: int, blocks: list[_Block], index: IndexInputs) -> list[Choice]:
+        numbers = rows.position_rows(segment)
+        quantised = [self._quantised(index, block) for block in blocks]
+        if numbers is None:
+            return self._merged(rows, segment, blocks, quantised)
+        choices = []
+        row_of_position = numbers.to(torch.int32)
+        for _, stored in rows.key_blocks(segment):
+            keys = self._keys(stored)
+            for block, inputs in zip(blocks, quantised, strict=True):
+                scores = self._scores(inputs, keys, block.limits)
+                positions, chosen = self.kernels.topk_rows(
+                    scores, block.limits, self.topk, row_of_position, debug=self.debug
+                )
+                choices.append(Choice(segment, block.first, block.last, positions, chosen))
+        return choices
+
+    def _merged(
+        self, rows: LayerRows, segment: int, blocks: list[_Block], quantised: list[IndexInputs]
+    ) -> list[Choice]:
+        """Block of keys by block of keys, since never all of them are here."""
+        best: dict[int, Best] = {}
+        for start, stored in rows.key_blocks(segment):
+            keys = self._keys(stored)
+            for number, (block, inputs) in enumerate(zip(blocks, quantised, strict=True)):
+                if block.most <= start:
+                    continue
+                limits = (block.limits - start).clamp(0, len(stored))
+                scores = self._scores(inputs, keys, limits)
+                known = best.get(number, (scores[:, :0], limits.new_empty(len(limits), 0)))
+                best[number] = self.kernels.merge_topk(*known, scores, limits, self.topk, start=start, debug=self.debug)
+        return [Choice(segment, block.first, block.last, best[number][1]) for number, block in enumerate(blocks)]
+
+    def _quantised(self, index: IndexInputs, block: _Block) -> IndexInputs:
+        """The indexer's inputs as the kernel takes them: fp8 queries, whose scales the weights hold."""
+        queries, weights = index.queries[block.first : block.last], index.weights[block.first : block.last]
+        if self.row_format.index_dtype != "fp8":
+            return IndexInputs(queries, weights)
+        stored = self.kernels.encode_index_keys(queries.reshape(-1, queries.shape[2]), "fp8")
+        values, scales = _apart(stored)
+        return IndexInputs(values.view(queries.shape), weights * scales.view(weights.shape))
+
+    def _keys(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stored keys [tokens, index_row_bytes] as scores take them."""
+        if self.row_format.index_dtype == "fp8":
+            return _apart(stored)
+        return decode_index_keys(stored, self.row_format.index_dtype, self.compute_dtype), None
+
+    def _scores(
+        self, inputs: IndexInputs, keys: tuple[torch.Tensor, torch.Tensor | None], limits: torch.Tensor
+    ) -> torch.Tensor:
+        values, scales = keys
+        if scales is not None:
+            return self.kernels.fp8_indexer_scores(inputs.queries, inputs.weights, values, scales, limits)
+        return indexer_scores(inputs.queries, inputs.weights, values, limits, dtype=self.row_format.index_dtype)
+
+    def attend(self, rows: LayerRows, queries: torch.Tensor, choices: list[Choice]) -> torch.Tensor:
+        """Attend to the rows in the view, or to decoded copies of those that were chosen."""
+        out = torch.empty(
+            *queries.shape[:2], self.row_format.kv_lora_rank, dtype=self.compute_dtype, device=queries.device
+        )
+        values = queries.to(self.value_dtype)
+        readable = (
+            self.row_format.latent_dtype != "fp8" and torch_dtype(self.row_format.latent_dtype) == self.value_dtype
+        )
+        for choice in choices:
+            if readable and choice.rows is not None:
+                latent = rows.latent.view(self.value_dtype)
+                part = values[choice.first : choice.last]
+                out[choice.first : choice.last] = self._attended(part, latent, choice.rows)
+            else:
+                self._attend_copies(rows, values, choice, out)
+        return out
+
+    def _attend_copies(self, rows: LayerRows, values: torch.Tensor, choice: Choice, out: torch.Tensor) -> None:
+        """A few queries at a time; a missing token has the row of the query's first chosen one, which is not read."""
+        width = choice.positions.shape[1]
+        size = max(1, self.workspace_bytes // (width * self.row_format.latent_width * values.itemsize))
+        for first in range(choice.first, choice.last, size):
+            last = min(choice.last, first + size)
+            positions = choice.positions[first - choice.first : last - choice.first].to(torch.int64)
+            missing = positions < 0
+            chosen = rows.chosen_rows(choice.segment, torch.where(missing, positions[:, :1], positions))
+            latent = self.kernels.decode_latent_rows(chosen.flatten(0, 1), self.row_format, self.value_dtype)
+            numbers = torch.arange(missing.numel(), dtype=torch.int32, device=missing.device).view(missing.shape)
+            out[first:last] = self._attended(values[first:last], latent, numbers.masked_fill(missing, -1))
+
+    def _attended(self, queries: torch.Tensor, latent: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        attended, _ = self.kernels.sparse_mla_rows(
+            queries, latent, rows, scale=self.scale, kv_lora_rank=self.row_format.kv_lora_rank
+        )
+        return attended
+
+
+def _apart(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8 rows [n, dim + 4] as float8_e4m3fn [n, dim] and scales fp32 [n], each contiguous."""
+    values = stored[:, :-FP8_SCALE_BYTES].contiguous().view(torch.float8_e4m3fn)
+    scales = stored[:, -FP8_SCALE_BYTES:].contiguous().view(torch.float32)
+    return values, scales.flatten()

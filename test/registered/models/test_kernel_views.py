@@ -1,0 +1,96 @@
+"""Views read by kernels: shared equals replicated bit for bit on a GPU, and through Triton's interpreter on the CPU.
+
+Ranks are threads; on a GPU they share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_models import ON_CUDA, load_model, one_at_a_time
+from pool_comparison import BLOCKED, FULL, MIXED, UNIFIED, VIEW_KINDS, ViewKind, check_views, run_pool
+
+from cpkv.config.names import IndexDtype, LatentDtype
+from cpkv.ops.kernels import triton_kernels
+from cpkv.testing.checkpoints import TinyShape
+from cpkv.testing.registration import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=60, suite="models")
+register_cuda_ci(est_time=60, suite="models", num_gpus=1)
+
+CHUNK, PAGE_SIZE = (1000, 64) if ON_CUDA else (14, 4)
+SMALL = TinyShape(
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    index_n_heads=4,
+    index_topk=16 if ON_CUDA else 8,
+)
+EVERY_DAY: dict[tuple[str, LatentDtype, IndexDtype], tuple[ViewKind, ...]] = {
+    ("float32", "float32", "fp8"): (UNIFIED, MIXED),
+    ("float32", "fp8", "fp8"): (FULL, BLOCKED),
+    ("float32", "float32", "float32"): (BLOCKED, ViewKind()),
+}
+FORMATS: tuple[tuple[str, LatentDtype, IndexDtype], ...] = (
+    *EVERY_DAY,
+    ("bfloat16", "bfloat16", "fp8"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("bfloat16", "fp8", "fp8"),
+)
+
+
+@pytest.mark.parametrize("formats", FORMATS if ON_CUDA else EVERY_DAY, ids="-".join)
+def test_every_view_has_the_bits_of_replicated(
+    tmp_path: Path, prompt: Callable, formats: tuple[str, LatentDtype, IndexDtype]
+) -> None:
+    """Chunks that begin inside pages, requests with and without history in one batch, poisoned pools and scratch."""
+    dtype, latent_dtype, index_dtype = formats
+    lengths = (2900, 700, 130) if ON_CUDA else (20, 9, 3)
+    check_views(
+        load_model(tmp_path, SMALL, dtype),
+        {name: prompt(length, seed) for seed, (name, length) in enumerate(zip("abc", lengths, strict=True))},
+        VIEW_KINDS if ON_CUDA else EVERY_DAY[formats],
+        dtype=latent_dtype,
+        index_dtype=index_dtype,
+        page_size=PAGE_SIZE,
+        cp_size=4 if ON_CUDA else 2,
+        chunk_size=CHUNK,
+        strategy="zigzag",
+        kernels=one_at_a_time(triton_kernels()),
+    )
+
+
+@pytest.mark.parametrize("index_dtype", ["float32", "fp8"])
+def test_kernels_compute_what_plain_torch_computes(tmp_path: Path, prompt: Callable, index_dtype: IndexDtype) -> None:
+    """Logits within rounding. With fp8 keys queries are rounded to fp8 too, so a few of the chosen keys differ."""
+    model = load_model(tmp_path, SMALL, "float32")
+    tokens = 1500 if ON_CUDA else 24
+    runs = [
+        run_pool(
+            model,
+            {"a": prompt(tokens)},
+            shared=True,
+            dtype="float32",
+            index_dtype=index_dtype,
+            page_size=PAGE_SIZE,
+            cp_size=2,
+            chunk_size=CHUNK,
+            strategy="zigzag",
+            kind=MIXED,
+            kernels=kernels,
+        ).trace
+        for kernels in (one_at_a_time(triton_kernels()), None)
+    ]
+    ours, theirs = (run.choices["a"][0] for run in runs)
+    if index_dtype == "float32":
+        assert (ours == theirs).all(dim=1).float().mean() > 0.999
+        logits = [run.logits["a"].double() for run in runs]
+        assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[1].abs().max()
+        return
+    assert torch.equal((ours >= 0).sum(dim=1), (theirs >= 0).sum(dim=1))
+    shared = sum(len(set(row) & set(other) - {-1}) for row, other in zip(ours.tolist(), theirs.tolist(), strict=True))
+    assert shared > 0.95 * int((theirs >= 0).sum())
