@@ -134,3 +134,43 @@ def test_the_largest_row_number_and_one_more(device: torch.device, module: str) 
     assert rows.tolist() == [7 * segment_rows + local_page * 78 * 16 + offset for offset in range(16)]
     with pytest.raises(ConfigError, match=r"8 pools of 268435456 rows .* use at most 215092 local pages a rank"):
         rows_of(pages, tokens=16, segment_rows=segment_rows + 1, **shape)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("module", ["reference", "kernels"])
+def test_rows_of_chosen_positions(device: torch.device, page_size: int, layers: int, module: str) -> None:
+    """Each request through its own pages; -1 wherever it stands, as a position and as a page."""
+    rows_of = {"reference": reference, "kernels": kernels}[module].chosen_rows
+    outputs = {"reference": nullcontext, "kernels": guarded_outputs}[module]
+    tables = [[7, 2, -1, 9, -1], [0, 5, 11, -1, -1], [3, -1, -1, -1, -1]]
+    generator = torch.Generator().manual_seed(page_size)
+    positions = torch.randint(-1, 5 * page_size, (3, 700), generator=generator)
+    positions[0, 0], positions[0, -1], positions[1] = -1, -1, -1
+    positions[2, :2] = torch.tensor([page_size - 1, 0])
+    wanted = torch.full((3, 700), -1, dtype=torch.int32)
+    for request, chosen in enumerate(positions.tolist()):
+        for place, position in enumerate(chosen):
+            page = tables[request][position // page_size] if position >= 0 else -1
+            if page >= 0:
+                wanted[request, place] = page * layers * page_size + position % page_size
+    # Rows of the table lie apart, and between them a page that exists.
+    table = torch.full((3, 8), 13, dtype=torch.int32)[:, :5].copy_(torch.tensor(tables)).to(device)
+    with outputs():
+        rows = rows_of(table, positions.to(device), page_size=page_size, page_rows=layers * page_size)
+    assert_same_bits(rows.cpu(), wanted, "rows")
+    for shape in ((0, 4), (3, 0)):
+        none = torch.empty(*shape, dtype=torch.int64, device=device)
+        rows = rows_of(table[: shape[0]], none, page_size=page_size, page_rows=page_size)
+        assert rows.shape == shape and rows.dtype == torch.int32
+
+
+@pytest.mark.parametrize("module", ["reference", "kernels"])
+def test_the_largest_row_of_a_chosen_position(device: torch.device, module: str) -> None:
+    """Row numbers fit in 32 bits, and what they are made of is added in 64."""
+    rows_of = {"reference": reference, "kernels": kernels}[module].chosen_rows
+    page_rows = 78 * 64
+    page = (MAX_ROWS - 63) // page_rows
+    table = torch.tensor([[5, page]], dtype=torch.int32, device=device)
+    rows = rows_of(table, torch.tensor([[127, 63, 64]], device=device), page_size=64, page_rows=page_rows)
+    assert rows.tolist() == [[page * page_rows + 63, 5 * page_rows + 63, page * page_rows]]

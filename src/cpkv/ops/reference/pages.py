@@ -1,4 +1,4 @@
-"""Pages of one layer: gathered by number, and the view row of every position of a request.
+"""Pages of one layer: gathered by number, and the rows of positions: all of a request, or chosen ones of many.
 
 A page-major pool of L layers has a layer's part of a page every L * page_size rows:
 
@@ -50,6 +50,26 @@ def position_rows(
     first_rows = placement.owner(pages) * segment_rows + placement.local_page(pages) * page_rows
     page_of_position = pages.repeat_interleave(page_size)[:tokens]
     return keep_none(page_of_position, token_rows(first_rows, tokens, page_size)).to(torch.int32)
+
+
+def chosen_rows(page_table: torch.Tensor, positions: torch.Tensor, *, page_size: int, page_rows: int) -> torch.Tensor:
+    """Row of every chosen position, each request by its own pages, in one pool that holds every page.
+
+    Args:
+        page_table: int32 [requests, pages] pages of each request by page position; -1 is no page.
+        positions: int64 [requests, chosen], each on one of the request's pages; -1 is no token, wherever it stands.
+        page_size: tokens of a page.
+        page_rows: rows from a page to the next, in the numbers that the reader takes: `page_size` where pages are
+            numbered in one layer, the rows of all layers in the pool's flat tensor of rows. The pool is no larger than
+            `PoolGeometry.check_rows` allows, so that row numbers fit in 32 bits.
+
+    Returns:
+        int32 [requests, chosen], -1 for no token and for no page.
+    """
+    readable = positions.clamp(min=0)
+    pages = page_table.gather(1, readable // page_size).to(torch.int64)
+    rows = pages * page_rows + readable % page_size
+    return rows.masked_fill_((positions < 0) | (pages < 0), -1).to(torch.int32)
 
 
 def token_rows(page_rows: torch.Tensor, tokens: int, page_size: int) -> torch.Tensor:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from cpkv.layout.row_format import RowFormat
+from cpkv.ops.reference.latent_rows import decode_latent_rows
+
 
 def sparse_mla(
     queries: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, *, scale: float, kv_lora_rank: int
@@ -46,14 +49,32 @@ def sparse_mla_rows(
         Outputs [queries, heads, kv_lora_rank] in the dtype of the queries, and the natural logarithm of the sum of
         exponentials, fp32 or fp64 [queries, heads]. A query without a token has zeros, and -inf.
     """
-    compute_dtype = _compute_dtype(queries)
-    missing = view_rows < 0
-    # Also a row that nobody chose may hold NaN, which a weight of 0 would not hide.
-    rows = latent[view_rows.clamp(min=0)].to(compute_dtype).masked_fill_(missing.unsqueeze(2), 0.0)
-    logits = torch.bmm(queries.to(compute_dtype), rows.transpose(1, 2)) * scale
-    logits.masked_fill_(missing.unsqueeze(1), float("-inf"))
-    weights = _weights(logits, dim=2)
-    return torch.bmm(weights, rows[:, :, :kv_lora_rank]).to(queries.dtype), torch.logsumexp(logits, dim=2)
+    rows = latent[view_rows.clamp(min=0)].to(_compute_dtype(queries))
+    return _attend(queries, rows, view_rows < 0, scale, kv_lora_rank)
+
+
+def sparse_mla_pages(
+    queries: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, kv_lora_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from queries to chosen rows of packed pages; computed in fp32, or in fp64 for fp64 queries.
+
+    Args:
+        queries: [queries, heads, latent_width], absorbed.
+        pages: uint8 [pages, page_size, latent_row_bytes] packed fp8 rows of one layer, each page contiguous; pages
+            may lie apart, as one layer of a page-major pool has them.
+        rows: int32 [queries, chosen]: page * page_size + offset; -1 is no token, wherever it stands.
+        scale: softmax scale.
+        kv_lora_rank: how many values of a row are the value.
+
+    Returns:
+        As of `sparse_mla_rows`.
+    """
+    page_size = pages.shape[1]
+    row_format = RowFormat("fp8", kv_lora_rank, queries.shape[2] - kv_lora_rank, "fp8", 0)
+    readable = rows.clamp(min=0).to(torch.int64)
+    stored = pages[readable // page_size, readable % page_size]
+    values = decode_latent_rows(stored, row_format, _compute_dtype(queries))
+    return _attend(queries, values, rows < 0, scale, kv_lora_rank)
 
 
 def merge_attention(outs: torch.Tensor, log_sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,3 +100,15 @@ def _weights(logits: torch.Tensor, *, dim: int) -> torch.Tensor:
     """Softmax in which nothing but -inf makes zeros."""
     nothing = (logits == float("-inf")).all(dim=dim, keepdim=True)
     return torch.softmax(logits, dim=dim).masked_fill_(nothing, 0.0)
+
+
+def _attend(
+    queries: torch.Tensor, rows: torch.Tensor, missing: torch.Tensor, scale: float, kv_lora_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the rows of each query [queries, chosen, latent_width], but for those that are missing."""
+    # Also a row that nobody chose may hold NaN, which a weight of 0 would not hide.
+    rows = rows.masked_fill_(missing.unsqueeze(2), 0.0)
+    logits = torch.bmm(queries.to(rows.dtype), rows.transpose(1, 2)) * scale
+    logits.masked_fill_(missing.unsqueeze(1), float("-inf"))
+    out = torch.bmm(_weights(logits, dim=2), rows[:, :, :kv_lora_rank]).to(queries.dtype)
+    return out, torch.logsumexp(logits, dim=2)

@@ -1,6 +1,7 @@
-"""Pages of one layer: gathered by number, and the view row of every position of a request.
+"""Pages of one layer: gathered by number, and the rows of positions: all of a request, or chosen ones of many.
 
-program = one piece of one page         number of the page -> 8 KiB of it -> the same place of the page in `out`
+program of a gather      one piece of one page: number of the page -> 8 KiB of it -> the same place of the page in `out`
+program of rows          BLOCK_TOKENS positions, in `chosen_rows` whatever request they belong to
 """
 
 from __future__ import annotations
@@ -81,6 +82,36 @@ def position_rows(
     return rows
 
 
+def chosen_rows(page_table: torch.Tensor, positions: torch.Tensor, *, page_size: int, page_rows: int) -> torch.Tensor:
+    """Row of every chosen position, each request by its own pages, in one pool that holds every page.
+
+    Args:
+        page_table: int32 [requests, pages] pages of each request by page position, each row contiguous; -1 is no page.
+        positions: int64 [requests, chosen], contiguous, each on one of the request's pages; -1 is no token, wherever
+            it stands.
+        page_size: tokens of a page.
+        page_rows: rows from a page to the next; see `cpkv.ops.reference.pages`.
+
+    Returns:
+        int32 [requests, chosen], -1 for no token and for no page.
+    """
+    rows = torch.empty(*positions.shape, dtype=torch.int32, device=positions.device)
+    if rows.numel():
+        _chosen_rows[(triton.cdiv(rows.numel(), BLOCK_TOKENS),)](
+            page_table,
+            page_table.stride(0),
+            positions,
+            rows,
+            rows.numel(),
+            rows.shape[1],
+            page_rows,
+            PAGE_SIZE=page_size,
+            BLOCK=BLOCK_TOKENS,
+            num_warps=NUM_WARPS,
+        )
+    return rows
+
+
 @triton.jit
 def _gather_pages(  # type: ignore[no-untyped-def]
     pages,
@@ -120,3 +151,25 @@ def _position_rows(  # type: ignore[no-untyped-def]
     row = page % CP_SIZE * segment_rows + page // CP_SIZE * page_rows + positions % PAGE_SIZE
     # -1 is no page, whatever the division makes of it.
     tl.store(rows + positions, tl.where(page >= 0, row, -1).to(tl.int32), mask=there)
+
+
+@triton.jit
+def _chosen_rows(  # type: ignore[no-untyped-def]
+    page_table,
+    table_stride,
+    positions,
+    rows,
+    count,
+    chosen,
+    page_rows,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = places < count
+    position = tl.load(positions + places, mask=there, other=-1).to(tl.int64)
+    named = position >= 0
+    request = places // chosen
+    page = tl.load(page_table + request * table_stride + position // PAGE_SIZE, mask=named, other=-1).to(tl.int64)
+    row = page * page_rows + position % PAGE_SIZE
+    tl.store(rows + places, tl.where(page >= 0, row, -1).to(tl.int32), mask=there)
