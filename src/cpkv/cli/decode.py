@@ -40,6 +40,8 @@ def decode(
     latent_dtype: flags.StoredLatentDtype = None,
     page_size: flags.PageSize = 64,
     num_pages: Annotated[int, typer.Option(help="Pages of its pool.", rich_help_panel=flags.GROUP)] = 1024,
+    device: flags.Device = "cpu",
+    kernels: flags.KernelsName = "auto",
     transfer: RemoteTransfer = "mooncake",
     host: Annotated[
         str, typer.Option(help="Address to listen on and to be reached at; beyond loopback a secret is needed.")
@@ -67,6 +69,8 @@ def decode(
         index_dtype=index_dtype or dtype,
         latent_dtype=latent_dtype,
         page_size=page_size,
+        device=device,
+        kernels=kernels,
         transfer=transfer,
         host=host,
         debug=debug_requested(os.environ),

@@ -19,6 +19,7 @@ from cpkv.errors import NumericsError
 from cpkv.layout.plan import BatchPlan, LocalTokens
 from cpkv.layout.view_costs import ViewOptions
 from cpkv.model.dsa_model import DsaModel, LayerProjections
+from cpkv.ops.device import launching_on
 from cpkv.pool.page_pool import PagePool
 from cpkv.views.counters import ViewCounters
 from cpkv.views.factory import open_view
@@ -115,6 +116,10 @@ class ForwardPass:
         Raises:
             NumericsError: a score is NaN, or a wanted logit is not finite.
         """
+        with launching_on(self.pool.device):
+            return self._run(plan, trace)
+
+    def _run(self, plan: BatchPlan, trace: BatchTrace | None) -> BatchResult:
         cost = ViewCounters()
         if self._diagnostics is not None:
             self._diagnostics.before_batch(plan)

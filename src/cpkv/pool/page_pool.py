@@ -17,6 +17,7 @@ import torch
 from cpkv.errors import AllocatorError, ConfigError
 from cpkv.layout.plan import PageWrites
 from cpkv.layout.pool_geometry import PoolGeometry
+from cpkv.ops.device import launching_on
 from cpkv.ops.kernels import Kernels, reference_kernels
 
 POISON_BYTE = 0xFF
@@ -201,9 +202,12 @@ class PagePool:
             here = torch.tensor(local_pages[first : first + step], device=self.device)
             there = here.to(source.device)
             for target, pages in ((self.latent, source.latent), (self.index, source.index)):
-                if pages[0].numel():
-                    copied = source.kernels.gather_rows(pages.flatten(1), there)
-                    self.kernels.store_rows(target.flatten(1), here, copied.to(self.device))
+                if not pages[0].numel():
+                    continue
+                with launching_on(source.device):
+                    copied = source.kernels.gather_rows(pages.flatten(1), there).to(self.device)
+                with launching_on(self.device):
+                    self.kernels.store_rows(target.flatten(1), here, copied)
 
     def poison(self, local_pages: list[int]) -> None:
         """Fill pages with NaN bytes: a read of a page that was given back shows."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from cpkv.ops.device import launching_on
+
 
 class SideStream:
     """Work beside the main stream of one device.
@@ -32,8 +34,7 @@ class SideStream:
             work()
             return
         self._stream.wait_event(begins)
-        # A new thread has the device 0.
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with launching_on(self._device), torch.cuda.stream(self._stream):
             work()
 
     def join(self) -> None:
