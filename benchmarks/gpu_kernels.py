@@ -1,8 +1,12 @@
 """What the kernels of a DSA layer take on one GPU, beside the vendors' kernels and beside the floor.
 
-    python benchmarks/gpu_kernels.py [--json out.json] [--only topk scores ...] [--queries 4096] [--history 32768 131072]
+    python benchmarks/gpu_kernels.py [--json out.json] [--only topk scores ...] [--queries 4096]
+        [--history 32768 131072] [--widths 131072 135168 ...]
 
-topk        exact_topk of 2048 from fp32 scores    floor: one read of the scores at the rate of a device copy
+topk        exact_topk of 2048 from fp32 scores of which every query sees all; and with its view rows (topk_rows) where
+            query i of a chunk sees all but the last queries - 1 - i keys. Beside torch.topk, sorted and not, which
+            knows neither limits nor a rule for ties. Floor: one read, at the rate of a device copy, of the scores that
+            a query sees, so at a causal limit no byte beyond it; nothing for what is written
 scores      fp8_indexer_scores, 32 and 64 heads    beside DeepGEMM's fp8_mqa_logits; floor: the fp8 peak
 attention   sparse_mla_rows, 64 and 128 heads      beside FlashMLA's sparse prefill; floor: the bf16 peak
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +26,14 @@ import torch
 import triton
 from gpu_timing import copy_rate, milliseconds
 
+from cpkv.ops.reference import topk as reference
 from cpkv.ops.triton.indexer import fp8_indexer_scores
 from cpkv.ops.triton.sparse_mla import sparse_mla_rows
-from cpkv.ops.triton.topk import exact_topk
+from cpkv.ops.triton.topk import exact_topk, topk_rows
 from cpkv.ops.vendor import deep_gemm, flash_mla
 
 TOPK = 2048
+WIDTHS = (32 << 10, 128 << 10, 132 << 10, 256 << 10, 512 << 10, 1 << 20)
 INDEX_DIM = 128
 LATENT = 512
 WIDTH = 576
@@ -47,16 +54,33 @@ class Row(NamedTuple):
 
 
 def measure_topk(queries: int, tokens: int, rate: float) -> list[Row]:
-    """The exact choice beside torch's, which knows no rule for ties."""
-    scores = torch.randn(queries, tokens, device="cuda")
-    limits = torch.full((queries,), tokens, device="cuda")
-    chosen = exact_topk(scores[:64], limits[:64], TOPK)
-    wanted = scores[:64].topk(TOPK).indices.sort().values
-    check("topk", torch.equal(chosen, wanted))
-    ours = milliseconds(lambda: exact_topk(scores, limits, TOPK))
+    """The choice of fp32 [queries, tokens], all seen, and with view rows behind causal limits; fewer if need be."""
+    queries = min(queries, tokens, torch.cuda.mem_get_info()[0] // 3 // (4 * tokens))
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    scores = torch.randn(queries, tokens, device="cuda", generator=generator)
+    everything = torch.full((queries,), tokens, device="cuda")
+    causal = torch.arange(tokens - queries + 1, tokens + 1, device="cuda")
+    position_rows = torch.randperm(tokens, device="cuda", generator=generator).to(torch.int32)
+    some = torch.linspace(0, queries - 1, 16, device="cuda").long()
+    wanted = reference.exact_topk(scores[some], everything[some], TOPK)
+    check("topk", torch.equal(exact_topk(scores, everything, TOPK)[some], wanted))
+    found = topk_rows(scores, causal, TOPK, position_rows)
+    chosen = reference.topk_rows(scores[some], causal[some], TOPK, position_rows)
+    check(
+        "topk with view rows", all(torch.equal(ours[some], theirs) for ours, theirs in zip(found, chosen, strict=True))
+    )
     theirs = milliseconds(lambda: torch.topk(scores, TOPK))
-    size = scores.numel() * 4
-    return [Row(f"topk {tokens}", ours, size / rate * 1e3, theirs, f"{size / ours / 1e6:.0f} GB/s")]
+    unsorted = milliseconds(lambda: torch.topk(scores, TOPK, sorted=False))
+    ours = milliseconds(lambda: exact_topk(scores, everything, TOPK))
+    with_rows = milliseconds(lambda: topk_rows(scores, causal, TOPK, position_rows))
+    what = f"{queries} x {tokens}"
+    size, seen = scores.numel() * 4, int(causal.sum()) * 4
+    floor, causal_floor = size / rate * 1e3, seen / rate * 1e3
+    return [
+        Row(f"topk {what}", ours, floor, theirs, f"{size / ours / 1e6:.0f} GB/s"),
+        Row(f"topk {what}, unsorted", ours, floor, unsorted, f"{size / ours / 1e6:.0f} GB/s"),
+        Row(f"topk {what}, causal, rows", with_rows, causal_floor, unsorted, f"{seen / with_rows / 1e6:.0f} GB/s"),
+    ]
 
 
 def measure_scores(queries: int, tokens: int, heads: int) -> list[Row]:
@@ -126,26 +150,28 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=("topk", "scores", "attention"), help="what to measure")
     parser.add_argument("--queries", type=int, default=4096, help="queries of a chunk")
     parser.add_argument("--history", type=int, nargs="+", default=[32 << 10, 128 << 10], help="tokens that are seen")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="tokens that topk chooses from")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
     only = options.only or ("topk", "scores", "attention")
     rate = copy_rate()
     rows: list[Row] = []
+    for tokens in options.widths if "topk" in only else ():
+        rows += measure_topk(options.queries, tokens, rate)
     for tokens in options.history:
-        if "topk" in only:
-            rows += measure_topk(options.queries, tokens, rate)
         if "scores" in only:
             rows += measure_scores(options.queries, tokens, 32) + measure_scores(options.queries, tokens, 64)
         if "attention" in only:
             rows += measure_attention(options.queries, tokens, 64) + measure_attention(options.queries, tokens, 128)
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     print(f"{machine}; a device copy reads and writes {rate / 1e9:.0f} GB/s")
-    print(f"{'':28} {'ours, ms':>9} {'floor':>7} {'ours/floor':>10} {'vendor':>7} {'vendor/ours':>11}")
+    print(f"flashinfer: {'installed' if find_spec('flashinfer') else 'not installed'}")
+    print(f"{'':36} {'ours, ms':>9} {'floor':>7} {'ours/floor':>10} {'vendor':>7} {'vendor/ours':>11}")
     for row in rows:
         vendor = ("-", "-") if row.vendor is None else (f"{row.vendor:.3f}", f"{row.vendor / row.ours:.2f}")
         times = f"{row.ours:9.3f} {row.floor:7.3f} {row.ours / row.floor:10.2f} {vendor[0]:>7} {vendor[1]:>11}"
-        print(f"{row.what:28} {times}  {row.rate}")
+        print(f"{row.what:36} {times}  {row.rate}")
     if options.json is not None:
         results = {"machine": machine, "copy_rate": rate, "rows": [row._asdict() for row in rows]}
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -40,13 +40,13 @@ def test_few_values_choose_the_lowest_positions_of_the_ties(device: torch.device
         check_choice(few_valued_block(random_, 800), device)
 
 
-@pytest.mark.parametrize("k", [1, 33, 255, 256, 257, 300, 600, 650])
+@pytest.mark.parametrize("k", [1, 33, 255, 256, 257, 600, 767, 768, 769, 1100])
 @pytest.mark.usefixtures("small")
 def test_any_k_on_either_side_of_a_limit(device: torch.device, k: int) -> None:
-    """Rows shorter than k end in -1; k of 1, k of all, and more than there are candidates."""
+    """Rows shorter than k end in -1; k of 1, k of all; lists of either size, and more than a list holds."""
     random_ = random.Random(k)
-    rows = [*gaussian_rows(2, 600, k), random_.choices([0.0, -0.0, 0.5, 1.0], k=600)]
-    check_choice(ScoreBlock(rows, [600, 300, k % 600], k), device)
+    rows = [*gaussian_rows(2, 1060, k), random_.choices([0.0, -0.0, 0.5, 1.0], k=1060)]
+    check_choice(ScoreBlock(rows, [1060, 600, k % 1060], k), device)
 
 
 @pytest.mark.parametrize("edge", ["CANDIDATES", "TILE"])
@@ -65,9 +65,9 @@ def test_limits_around_the_sizes_as_they_are(device: torch.device) -> None:
 
 def sampled_places(tokens: int) -> set[int]:
     """Where the bound of the kernels looks, in a row that is seen whole."""
-    sample = min(max(-(-tokens // topk.SAMPLE_PART), topk.LEAST_SAMPLE), topk.MOST_SAMPLE)
-    sample, run = 1 << (sample - 1).bit_length(), topk.SAMPLE_RUN
-    firsts = [number * (tokens - run) // (sample // run - 1) for number in range(sample // run)]
+    runs, run = topk.SAMPLE // topk.SAMPLE_RUN, topk.SAMPLE_RUN
+    apart = (tokens - run) // (runs - 1)
+    firsts = [number * apart // run * run for number in range(runs)]
     return {first + offset for first in firsts for offset in range(run)}
 
 
@@ -94,10 +94,14 @@ def test_rows_whose_sample_misleads(device: torch.device, kind: str) -> None:
     check_choice(ScoreBlock([row, row[::-1]], [TOKENS, TOKENS - 9], K), device)
 
 
-def test_rows_of_a_million(device: torch.device) -> None:
-    scores = torch.randn(2, 1 << 20, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_a_million(device: torch.device, monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+    """Sizes as they are; a quarter of a million for the interpreter."""
+    tokens = 1 << (20 if device.type == "cuda" else 18)
+    scores = torch.randn(2, tokens, generator=torch.Generator().manual_seed(0))
     scores[1] = (scores[1] * 8).round()
-    limits = torch.tensor([1 << 20, (1 << 20) - 5])
+    limits = torch.tensor([tokens, tokens - 5])
+    monkeypatch.setattr(topk, "PROGRAMS", topk.PROGRAMS if split else 1)
     with poisoned_outputs():
         chosen = topk.exact_topk(scores.to(device), limits.to(device), 2048)
     assert_same_bits(chosen.cpu(), reference.exact_topk(scores, limits, 2048), "chosen of a million")

@@ -36,9 +36,11 @@ class ScoreBlock:
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which rows of a few hundred scores take every path, since the interpreter is slow."""
-    for name in ("CANDIDATES", "TILE", "LEAST_SAMPLE"):
-        # No fewer than the threads of a program.
-        monkeypatch.setattr(topk, name, 256)
+    # No tile has fewer scores than a program has threads.
+    sizes = {"CANDIDATES": 512, "MOST_CANDIDATES": 1024, "TILE": 256, "SAMPLE": 256}
+    # One query is split into up to four parts, two are into two.
+    for name, size in {**sizes, "PROGRAMS": 4, "LEAST_PART": 256}.items():
+        monkeypatch.setattr(topk, name, size)
 
 
 def few_valued_block(random_: random.Random, most_tokens: int) -> ScoreBlock:
