@@ -13,6 +13,7 @@ import torch
 
 from cpkv.attention.choice import Choice, IndexInputs, SparseAttention
 from cpkv.layout.plan import BatchPlan, LocalTokens
+from cpkv.layout.query_blocks import QueryBlocks
 from cpkv.layout.row_format import FP8_SCALE_BYTES, RowFormat
 from cpkv.ops.kernels import Kernels
 from cpkv.ops.reference.index_keys import decode_index_keys
@@ -41,6 +42,7 @@ class KernelAttention(SparseAttention):
     Attributes:
         kernels: of the device.
         row_format: of the stored rows.
+        queries: how the view blocks queries whose rows it fetches.
         topk: keys chosen per query.
         scale: softmax scale.
         compute_dtype: of queries and outputs.
@@ -51,6 +53,7 @@ class KernelAttention(SparseAttention):
 
     kernels: Kernels
     row_format: RowFormat
+    queries: QueryBlocks
     topk: int
     scale: float
     compute_dtype: torch.dtype
@@ -98,7 +101,11 @@ class KernelAttention(SparseAttention):
 
     def _chosen(self, rows: LayerRows, segment: int, blocks: list[_Block], index: IndexInputs) -> list[Choice]:
         numbers = rows.position_rows(segment)
-        quantised = [self._quantised(index, block) for block in blocks]
+        inputs = self.quantised(index)
+        quantised = [
+            IndexInputs(inputs.queries[block.first : block.last], inputs.weights[block.first : block.last])
+            for block in blocks
+        ]
         if numbers is None:
             return self._merged(rows, segment, blocks, quantised)
         choices = []
@@ -129,11 +136,11 @@ class KernelAttention(SparseAttention):
                 best[number] = self.kernels.merge_topk(*known, scores, limits, self.topk, start=start, debug=self.debug)
         return [Choice(segment, block.first, block.last, best[number][1]) for number, block in enumerate(blocks)]
 
-    def _quantised(self, index: IndexInputs, block: _Block) -> IndexInputs:
-        """The indexer's inputs as the kernel takes them: fp8 queries, whose scales the weights hold."""
-        queries, weights = index.queries[block.first : block.last], index.weights[block.first : block.last]
+    def quantised(self, index: IndexInputs) -> IndexInputs:
+        """The indexer's inputs as scores take them: for fp8 keys fp8 queries, whose scales the weights hold."""
+        queries, weights = index.queries, index.weights
         if self.row_format.index_dtype != "fp8":
-            return IndexInputs(queries, weights)
+            return index
         stored = self.kernels.encode_index_keys(queries.reshape(-1, queries.shape[2]), "fp8")
         values, scales = _apart(stored)
         return IndexInputs(values.view(queries.shape), weights * scales.view(weights.shape))
@@ -174,6 +181,9 @@ class KernelAttention(SparseAttention):
         """A few queries at a time; a missing token has the row of the query's first chosen one, which is not read."""
         width = choice.positions.shape[1]
         size = max(1, self.workspace_bytes // (width * self.row_format.latent_width * values.itemsize))
+        if choice.rows is None:
+            # The view's buffer for fetched rows holds those of so many queries.
+            size = min(size, self.queries.most_rows(width) // width)
         for first in range(choice.first, choice.last, size):
             last = min(choice.last, first + size)
             positions = choice.positions[first - choice.first : last - choice.first].to(torch.int64)

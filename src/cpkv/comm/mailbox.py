@@ -22,7 +22,7 @@ HALVES = 2
 
 
 class MailboxCommunicator(Communicator):
-    """One rank's end: all-gathers of memory of a GPU through mailboxes, everything else through `control`.
+    """One rank's end: all-gathers of memory of the mailboxes' device through these, everything else by `control`.
 
     Args:
         control: the same ranks, for what lies in memory of the host, and to wait for each other.
@@ -53,7 +53,7 @@ class MailboxCommunicator(Communicator):
         return self._prefetch
 
     def _all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor) -> None:
-        if not tensor.is_cuda:
+        if tensor.device != self._halves[self.rank].device:
             self._control.all_gather(tensor, label, out=out)
             return
         sent = tensor.view(-1).view(torch.uint8)

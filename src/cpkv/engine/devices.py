@@ -11,7 +11,7 @@ from cpkv.config.names import DeviceName
 from cpkv.config.settings import EngineSettings
 from cpkv.errors import ConfigError
 from cpkv.model.shape import ModelShape
-from cpkv.ops.kernels import Kernels, open_kernels
+from cpkv.ops.kernels import KernelNeeds, Kernels, open_kernels
 
 
 def take_device(name: DeviceName, number: int) -> torch.device:
@@ -32,18 +32,19 @@ def take_device(name: DeviceName, number: int) -> torch.device:
     return device
 
 
-def own_devices(name: DeviceName, workers: int) -> bool:
-    """Whether every worker of a group has a GPU of its own on this host."""
-    return name == "cuda" and workers <= torch.cuda.device_count()
+def own_devices(device: torch.device, workers: int) -> bool:
+    """Whether every worker of a group on such devices has a GPU of its own on this host."""
+    return device.type == "cuda" and workers <= torch.cuda.device_count()
 
 
 def model_kernels(shape: ModelShape, settings: EngineSettings, device: torch.device) -> Kernels:
     """The kernels that settings ask for and a model can use. Raises ConfigError when there are none."""
-    return open_kernels(
-        device,
-        settings.kernels,
+    needs = KernelNeeds(
+        dtype=settings.dtype,
         heads=shape.num_heads,
+        latent_width=shape.kv_lora_rank + shape.rope_dim,
+        kv_lora_rank=shape.kv_lora_rank,
         index_heads=shape.index_heads,
         index_dim=shape.index_dim,
-        row_sizes=(shape.kv_lora_rank + shape.rope_dim, shape.kv_lora_rank),
     )
+    return open_kernels(device, settings.kernels, needs)

@@ -13,6 +13,7 @@ import torch
 from cpkv.attention.choice import Choice, SparseAttention
 from cpkv.attention.dsa_attention import DsaAttention
 from cpkv.attention.kernel_attention import KernelAttention
+from cpkv.attention.paged_decode import PagedDecode
 from cpkv.comm.communicator import Communicator, settle
 from cpkv.engine.diagnostics import Diagnostics
 from cpkv.errors import NumericsError
@@ -98,6 +99,7 @@ class ForwardPass:
         return KernelAttention(
             self.pool.kernels,
             row_format,
+            self._costs.queries,
             topk=model.shape.topk,
             scale=model.shape.softmax_scale,
             compute_dtype=model.compute_dtype,
@@ -143,6 +145,7 @@ class ForwardPass:
         rotation = self.model.rotation(context.tensor(local.positions))
         order = context.tensor(plan.split.gather_slots)
         places = self.pool.place(plan.page_writes(plan.pool_owner(self.comm.rank)))
+        attention = self._attention_of(plan)
         choices: list[Choice] = []
         for layer in range(self.model.shape.num_layers):
             projected = self.model.project(layer, hidden, rotation)
@@ -152,16 +155,22 @@ class ForwardPass:
             if self._diagnostics is not None:
                 self._diagnostics.compare_view(plan, layer, view, rows)
             if projected.attention.index is not None:
-                choices = self._attention.choose(plan, rows, local, projected.attention.index)
+                choices = attention.choose(plan, rows, local, projected.attention.index)
                 if trace is not None and trace.want_choices:
                     trace.choices[layer] = _padded_choices(choices, self.model.shape.topk, len(local.packed))
             rows.keys_done()
-            attended = self._attention.attend(rows, projected.attention.queries, choices)
+            attended = attention.attend(rows, projected.attention.queries, choices)
             rows.close()
             hidden = self.model.finish(layer, hidden, attended)
         if trace is not None and trace.want_logits:
             trace.logits = self.model.logits(hidden).cpu()
         return self._last_logits(plan, local, hidden)
+
+    def _attention_of(self, plan: BatchPlan) -> SparseAttention:
+        """By page tables for a batch that is decoded, where the kernels can."""
+        if isinstance(self._attention, KernelAttention):
+            return PagedDecode.of(plan, self.pool, self._attention) or self._attention
+        return self._attention
 
     def _gather_current(self, layer: int, view: View, projected: LayerProjections, order: torch.Tensor) -> CurrentRows:
         """Convert this rank's rows once, gather everyone's, put them in token order where the view wants them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -23,9 +24,10 @@ def make_worker(command: object) -> Worker:
     """The worker that the first command asks for."""
     if isinstance(command, StartRank):
         torch.set_num_threads(command.threads)
-        device = take_device(command.settings.device, command.rank)
-        comm = join_ranks(command, device)
-        return RankWorker(command, comm, device, lambda: open_backend_of(command.settings, command.secret))
+        settings = command.settings
+        device = take_device(settings.device, command.rank)
+        comm = join_ranks(command.rank, settings.cp_size, device, Path(command.rendezvous), command.secret)
+        return RankWorker(command, comm, device, lambda: open_backend_of(settings, command.secret))
     if isinstance(command, StartDecode):
         torch.set_num_threads(command.threads)
         return DecodeWorker(command, lambda: open_backend_of(command.settings, command.secret))

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from cpkv.config.names import KernelName
+from cpkv.config.names import KernelName, WeightDtype
 from cpkv.errors import ConfigError
+from cpkv.ops.reference.indexer import fp8_paged_indexer_scores
+from cpkv.ops.reference.sparse_mla import sparse_mla_pages
 
 LOG = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Kernels:
 
     Attributes:
         name: of the implementation.
+        paged_page_size: tokens of the pages that the two paged forms take; None where there are none.
     """
 
     name: str
@@ -44,6 +47,10 @@ class Kernels:
     merge_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     fp8_indexer_scores: Callable[..., torch.Tensor]
     sparse_mla_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    chosen_rows: Callable[..., torch.Tensor]
+    fp8_paged_indexer_scores: Callable[..., torch.Tensor] = fp8_paged_indexer_scores
+    sparse_mla_pages: Callable[..., tuple[torch.Tensor, torch.Tensor]] = sparse_mla_pages
+    paged_page_size: int | None = None
 
 
 def reference_kernels() -> Kernels:
@@ -66,18 +73,34 @@ def triton_kernels() -> Kernels:
         ) from error
 
 
-def open_kernels(
-    device: torch.device, name: KernelName, *, heads: int, index_heads: int, index_dim: int, row_sizes: tuple[int, int]
-) -> Kernels:
+@dataclass(frozen=True)
+class KernelNeeds:
+    """What of a model decides which kernels can serve it.
+
+    Attributes:
+        dtype: of weights, queries and float rows.
+        heads: attention heads.
+        latent_width: values of a latent row.
+        kv_lora_rank: how many of them are the value.
+        index_heads: heads of the indexer.
+        index_dim: values of an index key.
+    """
+
+    dtype: WeightDtype
+    heads: int
+    latent_width: int
+    kv_lora_rank: int
+    index_heads: int
+    index_dim: int
+
+
+def open_kernels(device: torch.device, name: KernelName, needs: KernelNeeds) -> Kernels:
     """The kernels for a model on a device.
 
     Args:
         device: where the pages lie.
         name: `ours`, `vendor`, or `auto` for the vendors' where they can run.
-        heads: attention heads.
-        index_heads: heads of the indexer.
-        index_dim: values of an index key.
-        row_sizes: values of a latent row, and of its latent part.
+        needs: of the model.
 
     Raises:
         ConfigError: vendors' kernels were asked for and cannot run, or Triton is missing.
@@ -91,22 +114,43 @@ def open_kernels(
     ours = triton_kernels()
     if name == "ours":
         return ours
-    deep_gemm: Any = importlib.import_module("cpkv.ops.vendor.deep_gemm")
-    flash_mla: Any = importlib.import_module("cpkv.ops.vendor.flash_mla")
-    reasons = {
-        "DeepGEMM": deep_gemm.why_not(device, index_heads, index_dim),
-        "FlashMLA": flash_mla.why_not(device, heads, *row_sizes),
-    }
-    missing = "; ".join(f"{vendor}: {reason}" for vendor, reason in reasons.items() if reason is not None)
+    found, missing = _with_vendors(ours, device, needs)
     if missing and name == "vendor":
         raise ConfigError(f"--kernels vendor was given and not all can run: {missing}; give --kernels auto or ours")
+    LOG.info("kernels on %s: %s%s", device, found.name, f" ({missing})" if missing else "")
+    return found
+
+
+def _with_vendors(ours: Kernels, device: torch.device, needs: KernelNeeds) -> tuple[Kernels, str]:
+    """Ours with the vendors' in their place where they can run, and why the others cannot."""
+    deep_gemm: Any = importlib.import_module("cpkv.ops.vendor.deep_gemm")
+    flash_mla: Any = importlib.import_module("cpkv.ops.vendor.flash_mla")
+    scored = (needs.index_heads, needs.index_dim)
+    attended = (needs.heads, needs.latent_width, needs.kv_lora_rank)
+    narrow = None if needs.dtype == "bfloat16" else f"it takes values of bfloat16, not of {needs.dtype}"
+    reasons = {
+        "DeepGEMM": deep_gemm.why_not(device, *scored),
+        "FlashMLA": narrow or flash_mla.why_not(device, *attended),
+    }
     found = ours
     if reasons["DeepGEMM"] is None:
         found = replace(found, name="vendor", fp8_indexer_scores=deep_gemm.fp8_indexer_scores)
     if reasons["FlashMLA"] is None:
         found = replace(found, name="vendor", sparse_mla_rows=flash_mla.sparse_mla_rows)
-    LOG.info("kernels on %s: %s%s", device, found.name, f" ({missing})" if missing else "")
-    return found
+    page_size = deep_gemm.PAGE_SIZE
+    paged = (
+        narrow,
+        deep_gemm.why_not_paged(device, *scored, page_size),
+        flash_mla.why_not_pages(device, *attended),
+    )
+    if not any(paged):
+        found = replace(
+            found,
+            fp8_paged_indexer_scores=deep_gemm.fp8_paged_indexer_scores,
+            sparse_mla_pages=flash_mla.sparse_mla_pages,
+            paged_page_size=page_size,
+        )
+    return found, "; ".join(f"{vendor}: {reason}" for vendor, reason in reasons.items() if reason is not None)
 
 
 def _kernels(name: str, package: str) -> Kernels:
@@ -129,4 +173,5 @@ def _kernels(name: str, package: str) -> Kernels:
         merge_topk=topk.merge_topk,
         fp8_indexer_scores=indexer.fp8_indexer_scores,
         sparse_mla_rows=sparse_mla.sparse_mla_rows,
+        chosen_rows=pages.chosen_rows,
     )

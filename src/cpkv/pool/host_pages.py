@@ -16,7 +16,7 @@ class HostPages:
     """The pages of a pool, copied to memory of the host before they are sent. As large as the pool.
 
     Args:
-        pool: on a GPU.
+        pool: on a GPU as a rule.
 
     Raises:
         ConfigError: the memory is not there.
@@ -24,7 +24,7 @@ class HostPages:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._copy = PagePool(pool.geometry, pool.local_pages, pinned=True)
+        self._copy = PagePool(pool.geometry, pool.local_pages, pinned=pool.device.type == "cuda")
 
     def stage(self, local_pages: Sequence[int]) -> None:
         """Copy pages; they are complete, and are not written before their transfer has ended."""

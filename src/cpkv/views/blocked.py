@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
+from cpkv.errors import PlanError
 from cpkv.layout.page_gather import PageGather
 from cpkv.layout.plan import BatchPlan
 from cpkv.layout.view_costs import key_block_gathers, key_block_tokens
@@ -95,7 +96,13 @@ class BlockedLayerRows(LayerRows):
         view = self._blocked
         entry, row_bytes = view.plan.spec.segments[segment], self._current.latent.shape[1]
         wanted, inverse = torch.unique(positions, return_inverse=True)
-        rows = view.buffers["chosen"][: len(wanted) * row_bytes].view(-1, row_bytes)
+        buffer = view.buffers["chosen"]
+        if len(wanted) * row_bytes > buffer.numel():
+            raise PlanError(
+                f"request {entry.request_id}: {len(wanted)} chosen rows are asked for at once, and the view has room "
+                f"for {buffer.numel() // row_bytes}; ask for those of fewer queries"
+            )
+        rows = buffer[: len(wanted) * row_bytes].view(-1, row_bytes)
         history = int((wanted < entry.start).sum())
         current = wanted[history:] - entry.start + view.plan.offsets[segment]
         view.context.kernels.gather_pages(self._current.latent, current, rows[history:])

@@ -35,7 +35,7 @@ class PagedLayerRows(LayerRows):
         current: CurrentRows,
     ) -> None:
         super().__init__(view, latent)
-        self._blocks = blocks
+        self.blocks = blocks
         self._block_numbers = block_numbers
         self._history = history
         self._current = current
@@ -48,9 +48,9 @@ class PagedLayerRows(LayerRows):
         history = self._history[segment]
         keys = self._view.buffers["keys"][: tokens * row_bytes].view(tokens, row_bytes)
         if history:
-            assert self._blocks is not None
+            assert self.blocks is not None
             self._view.context.kernels.unpack_index_keys(
-                self._blocks,
+                self.blocks,
                 self._block_numbers[segment],
                 tokens=history,
                 page_size=geometry.page_size,

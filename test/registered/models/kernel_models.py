@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from cpkv.layout.plan import BatchSpec, Segment
 from cpkv.model.checkpoint import prepare_weights, read_config
 from cpkv.model.dsa_model import DsaModel
-from cpkv.ops.kernels import Kernels
+from cpkv.ops.kernels import KernelNeeds, Kernels
 from cpkv.testing.checkpoints import TinyShape, write_hot_checkpoint
+from cpkv.testing.ranks import ThreadedRanks
 
 ON_CUDA = os.environ.get("CPKV_TEST_HW") == "cuda"
 if not ON_CUDA:
@@ -41,5 +43,42 @@ def one_at_a_time(kernels: Kernels) -> Kernels:
 
         return call
 
-    functions = {field.name: getattr(kernels, field.name) for field in fields(kernels) if field.name != "name"}
-    return replace(kernels, **{name: locked(function) for name, function in functions.items()})
+    values = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
+    return replace(kernels, **{name: locked(value) for name, value in values.items() if callable(value)})
+
+
+def needs_of(model: DsaModel) -> KernelNeeds:
+    """What a bfloat16 model needs of kernels."""
+    shape = model.shape
+    return KernelNeeds(
+        "bfloat16",
+        shape.num_heads,
+        shape.kv_lora_rank + shape.rope_dim,
+        shape.kv_lora_rank,
+        shape.index_heads,
+        shape.index_dim,
+    )
+
+
+def decode_together(
+    model: DsaModel, kernels: Kernels, prompts: dict[str, list[int]], page_size: int, chunk_size: int
+) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+    """Prefill, then decode one token of all requests in one batch, over a pool of packed rows that holds every page.
+
+    Returns:
+        Choices by layer, and logits by request.
+    """
+    ranks = ThreadedRanks(
+        model,
+        model.shape.geometry(page_size, "fp8", "fp8"),
+        cp_size=1,
+        shared=False,
+        num_pages=2 + sum(-(-len(ids) // page_size) for ids in prompts.values()),
+        kernels=kernels,
+    )
+    prefilled = ranks.prefill(prompts, chunk_size=chunk_size)
+    segments = tuple(
+        Segment(name, len(ids), (ids[0],), prefilled.pages[name], is_last=True) for name, ids in prompts.items()
+    )
+    _, traces, logits = ranks.run(BatchSpec(99, segments, "interleave", "replicated"))
+    return traces[0].choices, logits

@@ -6,11 +6,12 @@ Ranks are threads; on a GPU they share it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from kernel_models import ON_CUDA, load_model, one_at_a_time
+from kernel_models import ON_CUDA, decode_together, load_model, one_at_a_time
 from pool_comparison import BLOCKED, FULL, MIXED, UNIFIED, VIEW_KINDS, ViewKind, check_views, run_pool
 
 from cpkv.config.names import IndexDtype, LatentDtype
@@ -94,3 +95,20 @@ def test_kernels_compute_what_plain_torch_computes(tmp_path: Path, prompt: Calla
     assert torch.equal((ours >= 0).sum(dim=1), (theirs >= 0).sum(dim=1))
     shared = sum(len(set(row) & set(other) - {-1}) for row, other in zip(ours.tolist(), theirs.tolist(), strict=True))
     assert shared > 0.95 * int((theirs >= 0).sum())
+
+
+def test_decoding_by_page_tables_is_decoding_one_by_one(tmp_path: Path, prompt: Callable) -> None:
+    """Requests on both sides of topk, in one launch of each kernel; the page that a token begins is there."""
+    model = load_model(tmp_path, SMALL, "float32")
+    lengths = (1100, 15, 700) if ON_CUDA else (22, 3, 13)
+    prompts = {name: prompt(length, seed) for seed, (name, length) in enumerate(zip("abc", lengths, strict=True))}
+    one_by_one = one_at_a_time(triton_kernels())
+    # The references stand for the vendors' paged forms.
+    paged = replace(one_by_one, paged_page_size=PAGE_SIZE)
+    (ours, our_logits), (theirs, their_logits) = (
+        decode_together(model, kernels, prompts, PAGE_SIZE, CHUNK) for kernels in (paged, one_by_one)
+    )
+    assert ours.keys() == theirs.keys() == {0}
+    assert torch.equal(ours[0], theirs[0])
+    for name, logits in their_logits.items():
+        assert (our_logits[name] - logits).abs().max() < 1e-4 * logits.abs().max()

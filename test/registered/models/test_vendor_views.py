@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernel_models import load_model, one_at_a_time
+import torch
+from kernel_models import decode_together, load_model, needs_of, one_at_a_time
 from pool_comparison import check_views
 
 from cpkv.config.names import LatentDtype
@@ -35,15 +37,7 @@ def test_vendors_kernels_have_the_bits_of_replicated(
 ) -> None:
     """Chunks with and without history; bfloat16 rows are read where they lie, packed ones are decoded first."""
     model = load_model(tmp_path, VENDOR, "bfloat16")
-    shape = model.shape
-    kernels = open_kernels(
-        model.device,
-        "vendor",
-        heads=shape.num_heads,
-        index_heads=shape.index_heads,
-        index_dim=shape.index_dim,
-        row_sizes=(576, 512),
-    )
+    kernels = open_kernels(model.device, "vendor", needs_of(model))
     check_views(
         model,
         {"a": prompt(3100), "b": prompt(400, 1)},
@@ -55,3 +49,18 @@ def test_vendors_kernels_have_the_bits_of_replicated(
         strategy="interleave",
         kernels=one_at_a_time(kernels),
     )
+
+
+def test_vendors_decode_by_page_tables(tmp_path: Path, prompt: Callable) -> None:
+    """Within their rounding: FlashMLA's decode makes bfloat16 of scales and values."""
+    model = load_model(tmp_path, VENDOR, "bfloat16")
+    prompts = {"a": prompt(3100), "b": prompt(40, 1), "c": prompt(700, 2)}
+    vendor = open_kernels(model.device, "vendor", needs_of(model))
+    assert vendor.paged_page_size == 64
+    runs = [
+        decode_together(model, one_at_a_time(kernels), prompts, 64, 1000)
+        for kernels in (vendor, replace(vendor, paged_page_size=None))
+    ]
+    assert torch.equal(runs[0][0][0], runs[1][0][0])
+    for name, logits in runs[1][1].items():
+        assert (runs[0][1][name] - logits).norm() < 0.05 * logits.norm()

@@ -35,6 +35,16 @@ def check(**changes: object) -> None:
         ({"transfer_timeout_s": 3601.0}, "transfer_timeout_s is 3601.0; it must be from 5 to 3600"),
         ({"transfer_timeout_s": math.nan}, "transfer_timeout_s is nan; it must be from 5 to 3600"),
         ({"cp_strategy": "zig"}, "cp_strategy is 'zig'; it must be one of zigzag, interleave"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be one of cpu, cuda"),
+        ({"device": "cuda", "kernels": "theirs"}, "kernels is 'theirs'; it must be one of auto, ours, vendor"),
+        (
+            {"kernels": "ours"},
+            "--kernels ours chooses between kernels of a GPU, and --device is cpu; leave one of them out",
+        ),
+        (
+            {"device": "cuda", "dtype": "float64", "index_dtype": "float64"},
+            "--dtype float64 has no kernels on a GPU; give --dtype bfloat16 or float32, or --device cpu",
+        ),
         ({"transfer": "udp"}, "transfer is 'udp'; it must be one of mooncake, tcp, shm, nixl, inprocess"),
         (
             {"page_size": 0},

@@ -107,6 +107,20 @@ def test_blocked_answers_the_others_where_a_rank_asks_for_nothing(idle: tuple[in
     assert [comm.sequence for comm in ranks.comms] == [ranks.comms[0].sequence] * 4
 
 
+def test_blocked_refuses_more_rows_than_it_has_room_for() -> None:
+    """Before anything moves: what lies behind the buffer belongs to others."""
+    geometry = make_geometry(3)
+    prompts = make_prompts(geometry, 2, [(40, 3)])
+    ranks = ViewRanks(geometry, 2, prompts, "blocked")
+    most = ranks.costs.queries.most_rows(43)
+    assert most < 43
+    view = ranks.open(ranks.plan(prompts, "zigzag"), 0)
+    rows = view.open_layer(0, view.current_target(0))
+    with pytest.raises(PlanError, match=f"{most + 1} chosen rows are asked for at once, .* room for {most}"):
+        rows.chosen_rows(0, torch.arange(most + 1))
+    view.close(abandon=True)
+
+
 @pytest.mark.parametrize("owners", [[0], [3], [1, 2]])
 @pytest.mark.parametrize("view", ONE_COPY)
 def test_pages_on_few_owners_are_padded_and_no_padding_is_shown(
