@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from cpkv.errors import PlanError
+
 
 class Collective(NamedTuple):
     """One collective as a rank saw it. The sequences of all ranks must be equal."""
@@ -24,18 +26,23 @@ class Communicator(abc.ABC):
     Args:
         rank: this rank.
         size: ranks of the group.
+        prefetch: the same ranks as a second group, so that gathers ahead of time never mix with the collectives of a
+            layer; None for that group itself.
         record: keep the sequence of collectives in `sequence`; for tests and for diagnostics.
     """
 
-    def __init__(self, rank: int, size: int, *, record: bool = False) -> None:
+    def __init__(self, rank: int, size: int, *, prefetch: Communicator | None = None, record: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self._prefetch = prefetch
         self.sequence: list[Collective] | None = [] if record else None
 
     @property
-    @abc.abstractmethod
     def prefetch(self) -> Communicator:
-        """The same ranks as a second group, so that gathers ahead of time never mix with the collectives of a layer."""
+        """The second group."""
+        if self._prefetch is None:
+            raise PlanError("the prefetch group has no prefetch group of its own")
+        return self._prefetch
 
     def all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Gather one tensor from every rank.

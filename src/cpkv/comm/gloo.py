@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cpkv.comm.communicator import Communicator
-from cpkv.errors import PlanError, WorkerDiedError
+from cpkv.errors import WorkerDiedError
 
 
 class GlooCommunicator(Communicator):
@@ -41,10 +41,9 @@ class GlooCommunicator(Communicator):
         nccl: bool = False,
         record: bool = False,
     ) -> None:
-        super().__init__(rank, size, record=record)
+        super().__init__(rank, size, prefetch=prefetch, record=record)
         self._group = group
         self._nccl = nccl
-        self._prefetch = prefetch
 
     @classmethod
     def join(
@@ -82,13 +81,6 @@ class GlooCommunicator(Communicator):
             raise WorkerDiedError(f"rank {rank} could not join the group of {size} ranks: {error}") from error
         prefetch = cls(rank, size, second, nccl=nccl, record=record)
         return cls(rank, size, prefetch=prefetch, nccl=nccl, record=record)
-
-    @property
-    def prefetch(self) -> Communicator:
-        """The second group."""
-        if self._prefetch is None:
-            raise PlanError("the prefetch group has no prefetch group of its own")
-        return self._prefetch
 
     def _all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor) -> None:
         sent, arrives = self._near(tensor), self._near(out)

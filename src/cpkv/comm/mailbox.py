@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 
 from cpkv.comm.communicator import Communicator, settle
-from cpkv.errors import PlanError
 
 HALVES = 2
 
@@ -38,19 +37,11 @@ class MailboxCommunicator(Communicator):
         *,
         prefetch: MailboxCommunicator | None = None,
     ) -> None:
-        super().__init__(control.rank, control.size, record=control.sequence is not None)
+        super().__init__(control.rank, control.size, prefetch=prefetch, record=control.sequence is not None)
         self._control = control
-        self._prefetch = prefetch
         self._half_bytes = mailboxes[0].numel() // HALVES
         self._halves = [mailbox[: HALVES * self._half_bytes].view(HALVES, -1) for mailbox in mailboxes]
         self._turn = 0
-
-    @property
-    def prefetch(self) -> Communicator:
-        """The second group."""
-        if self._prefetch is None:
-            raise PlanError("the prefetch group has no prefetch group of its own")
-        return self._prefetch
 
     def _all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor) -> None:
         if tensor.device != self._halves[self.rank].device:

@@ -93,17 +93,9 @@ class ThreadCommunicator(Communicator):
         record: bool = False,
         prefetch: ThreadCommunicator | None = None,
     ) -> None:
-        super().__init__(rank, group.size, record=record)
+        super().__init__(rank, group.size, prefetch=prefetch, record=record)
         self._group = group
         self._point = point
-        self._prefetch = prefetch
-
-    @property
-    def prefetch(self) -> Communicator:
-        """The second group."""
-        if self._prefetch is None:
-            raise PlanError("the prefetch group has no prefetch group of its own")
-        return self._prefetch
 
     def _all_gather(self, tensor: torch.Tensor, label: str, out: torch.Tensor) -> None:
         def take(offers: list[_Offer]) -> None:
