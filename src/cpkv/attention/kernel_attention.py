@@ -8,6 +8,7 @@ packed rows, and views whose rows are fetched                       chosen rows 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -165,16 +166,20 @@ class KernelAttention(SparseAttention):
             *queries.shape[:2], self.row_format.kv_lora_rank, dtype=self.compute_dtype, device=queries.device
         )
         values = queries.to(self.value_dtype)
-        readable = (
-            self.row_format.latent_dtype != "fp8" and torch_dtype(self.row_format.latent_dtype) == self.value_dtype
-        )
-        for choice in choices:
-            if readable and choice.rows is not None:
-                latent = rows.latent.view(self.value_dtype)
-                part = values[choice.first : choice.last]
-                out[choice.first : choice.last] = self._attended(part, latent, choice.rows)
-            else:
-                self._attend_copies(rows, values, choice, out)
+        stored = self.row_format.latent_dtype
+        readable = stored != "fp8" and torch_dtype(stored) == self.value_dtype
+        # Requests that choose as many keys attend together: one launch, and not one for each.
+        for width, group in groupby(choices, lambda choice: choice.positions.shape[1]):
+            together = list(group)
+            chosen = [choice.rows for choice in together if choice.rows is not None]
+            if not readable or len(chosen) < len(together):
+                for choice in together:
+                    self._attend_copies(rows, values, choice, out)
+                continue
+            first, last = together[0].first, together[-1].last
+            every_row = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+            assert every_row.shape == (last - first, width)
+            out[first:last] = self._attended(values[first:last], rows.latent.view(self.value_dtype), every_row)
         return out
 
     def _attend_copies(self, rows: LayerRows, values: torch.Tensor, choice: Choice, out: torch.Tensor) -> None:
