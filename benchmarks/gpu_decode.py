@@ -206,7 +206,7 @@ def print_tables(results: dict[str, Any]) -> None:
     print(f"a step: {results['step_ms']:.3f} ms; alone, ms: {shares}")
     print(f"attention alone on plain memory: {results['plain_attention_ms']:.3f} ms")
     for what, ratio in results["ratios"].items():
-        print(f"{what}: {ratio['mean']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}, {ratio['pairs']} pairs)")
+        print(f"{what}: {ratio['middle']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}, {ratio['pairs']} pairs)")
 
 
 def why_not(options: argparse.Namespace) -> str | None:

@@ -51,7 +51,7 @@ def print_tables(results: dict[str, Any]) -> None:
         row = results[view]
         ratio = row["ratio"]
         print(
-            f"{view}: {row['ms']:.3f} ms, replicated {row['replicated_ms']:.3f} ms; ratio {ratio['mean']:.4f} "
+            f"{view}: {row['ms']:.3f} ms, replicated {row['replicated_ms']:.3f} ms; ratio {ratio['middle']:.4f} "
             f"({ratio['low']:.4f} to {ratio['high']:.4f}, {ratio['pairs']} pairs)"
         )
         for side in ("steps", "replicated_steps"):

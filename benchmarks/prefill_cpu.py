@@ -166,12 +166,12 @@ def print_table(results: dict[str, Any]) -> None:
     for name, row in results["transformers"].items():
         ratio = row["speedup"]
         bounds = f"{ratio['low']:.2f} to {ratio['high']:.2f}"
-        table.add_row(name, f"{row['ours_s']:.2f}", f"{row['theirs_s']:.2f}", f"{ratio['mean']:.2f}", bounds)
+        table.add_row(name, f"{row['ours_s']:.2f}", f"{row['theirs_s']:.2f}", f"{ratio['middle']:.2f}", bounds)
     console = Console()
     console.print(table)
     shared = results["shared_over_replicated"]
     console.print(
-        f"current-only chunk of {SHARED_CHUNK} tokens, cp_size 2, shared / replicated: {shared['mean']:.3f} "
+        f"current-only chunk of {SHARED_CHUNK} tokens, cp_size 2, shared / replicated: {shared['middle']:.3f} "
         f"(95% {shared['low']:.3f} to {shared['high']:.3f}, {shared['pairs']} pairs); floor 1"
     )
     console.print("counted: " + ", ".join(f"{name} {value:.1f}" for name, value in results["work"].items()))
@@ -182,8 +182,8 @@ def missed_limits(results: dict[str, Any]) -> list[str]:
     missed = []
     for name, row in results["transformers"].items():
         least = LEAST_SPEEDUP.get(name, 1.0)
-        if row["speedup"]["mean"] < least:
-            missed.append(f"{row['speedup']['mean']:.2f} times as fast as transformers {name}, {least:g} wanted")
+        if row["speedup"]["middle"] < least:
+            missed.append(f"{row['speedup']['middle']:.2f} times as fast as transformers {name}, {least:g} wanted")
     high = results["shared_over_replicated"]["high"]
     if high > MOST_SHARED_OVER_REPLICATED:
         missed.append(f"shared over replicated up to {high:.3f}, {MOST_SHARED_OVER_REPLICATED} allowed")

@@ -87,7 +87,7 @@ def missed_limits(transfers: dict[str, Any], *, with_rates: bool) -> list[str]:
                 continue
             where = f"{backend}, pages of {name}"
             if with_rates and row["ratio"]["low"] < LEAST_RATE:
-                missed.append(f"{where}: {row['ratio']['mean']:.3f} of the raw rate, from {row['ratio']['low']:.3f}")
+                missed.append(f"{where}: {row['ratio']['middle']:.3f} of the raw rate, from {row['ratio']['low']:.3f}")
             if max(row["descriptors_per_page"]) > 1:
                 missed.append(f"{where}: {row['descriptors_per_page']} descriptors per page")
             if row["received_bytes"] != row["expected_bytes"] or not row["each_byte_once"]:
@@ -135,12 +135,12 @@ def _transfer_cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['bytes_per_second'] / 1e9:.2f}",
         f"{row['raw_bytes_per_second'] / 1e9:.2f}",
-        f"{ratio['mean']:.3f}",
+        f"{ratio['middle']:.3f}",
         f"{ratio['low']:.3f} to {ratio['high']:.3f}",
-        f"{row['cpu_ratio']['mean']:.3f} from {row['cpu_ratio']['low']:.3f}",
+        f"{row['cpu_ratio']['middle']:.3f} from {row['cpu_ratio']['low']:.3f}",
         ", ".join(f"{count:g}" for count in row["descriptors_per_page"]),
         f"{layers['bytes_per_second'] / 1e9:.2f}",
-        f"{1 / layers['ratio']['mean']:.2f} ({layers['descriptors_per_page']} runs)",
+        f"{1 / layers['ratio']['middle']:.2f} ({layers['descriptors_per_page']} runs)",
     ]
 
 
@@ -150,9 +150,9 @@ def _overlap_cells(row: dict[str, Any]) -> list[str]:
         f"{row['prompt_tokens']} in {row['chunk_tokens']}s, {row['bytes'] / 2**20:.0f} MiB",
         f"{row['tail_seconds']:.3f}",
         f"{row['tail_seconds_without']:.3f}",
-        f"{ratio['mean']:.2f}",
+        f"{ratio['middle']:.2f}",
         f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-        f"{total['mean']:.2f} ({total['low']:.2f} to {total['high']:.2f})",
+        f"{total['middle']:.2f} ({total['low']:.2f} to {total['high']:.2f})",
     ]
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="back ends")
     parser.add_argument("--page", nargs="+", choices=list(PAGE_SIZES), default=list(PAGE_SIZES), help="page sizes")
     parser.add_argument("--rounds", type=int, default=16, help="pairs of pages and raw")
-    parser.add_argument("--round-mib", type=int, default=1024, help="latent MiB of a round; memory is 2.5 times that")
+    parser.add_argument("--round-mib", type=int, default=1024, help="latent MiB of a round, at most; memory: 2.5 times")
     parser.add_argument("--overlap-rounds", type=int, default=12, help="pairs with and without overlap; 0 for none")
     options = parser.parse_args()
     if debug_requested(os.environ):

@@ -6,6 +6,7 @@ benchmark --pipe: page_transfer, raw, ..-> sender r: SenderThread, PageSender, s
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
@@ -291,6 +292,9 @@ def _serve(pipe: Pipe, start: Callable[[], Receiver | Sender]) -> None:
     """Answer (method, arguments) until `close`: (result, "") each, or (None, what went wrong)."""
     try:
         served = start()
+        # As a worker of the engine does: all that was imported is not looked through in the middle of some round.
+        gc.collect()
+        gc.freeze()
         pipe.send((None, ""))
         while True:
             method, arguments = pipe.recv()

@@ -39,6 +39,8 @@ from cpkv.transfer.decode_link import DecodeLink
 from cpkv.transfer.page_sender import SendOrder
 
 START_TIMEOUT_S = 120.0
+# NIXL without cross-memory attach takes 4 to 13 s for a gibibyte on 2 cores: a slow back end moves fewer pages a round.
+LONGEST_ROUND_S = 3.0
 
 
 class Sizes(NamedTuple):
@@ -67,6 +69,7 @@ class Group:
         self._rng = random.Random(0)
         self._attempt = 0
         self._link: DecodeLink | None = None
+        self.sender_pages = bench.sender_pages
         self.target_pages: tuple[int, ...] = ()
         # CPU seconds of all processes, by method, round by round.
         self.cpu_seconds: dict[str, list[float]] = defaultdict(list)
@@ -96,7 +99,7 @@ class Group:
         """Send scattered pages of one request; seconds from the first order to the last report taken."""
         self._attempt += 1
         name = str(self._attempt)
-        pages, page_size = SENDERS * self._bench.sender_pages, self._bench.page_size
+        pages, page_size = SENDERS * self.sender_pages, self._bench.page_size
         senders = tuple(position % SENDERS for position in range(pages))
         opened = self._ask(OpenTransfer(name, self._attempt, pages * page_size, 1, senders, Sampling()), TransferOpened)
         self.target_pages = opened.pages
@@ -105,7 +108,7 @@ class Group:
             sources = list(range(1, self._bench.sender_pages + 1))
             self._rng.shuffle(sources)
             positions = range(rank, pages, SENDERS)
-            pairs = zip(positions, sources, strict=True)
+            pairs = zip(positions, sources[: self.sender_pages], strict=True)
             moves.append([PageMove(position, source, 0, opened.pages[position]) for position, source in pairs])
         orders = [(SendOrder(name, self._attempt, tuple(mine), opened.targets),) for mine in moves]
         seconds = self._timed("page_transfer", orders)
@@ -113,6 +116,11 @@ class Group:
         self._ask(FinishTransfer(name, self._attempt, 0), TransferComplete)
         self._ask(ReleaseRequest(name), Done)
         return seconds
+
+    def shorten(self, seconds: float) -> None:
+        """Send so few pages from now on that a round of `seconds` would end within the longest one."""
+        if seconds > LONGEST_ROUND_S:
+            self.sender_pages = max(1, int(self.sender_pages * LONGEST_ROUND_S / seconds))
 
     def bare_round(self, method: str, *arguments: Any) -> float:
         """Let every sender hand runs to its engine itself; seconds from the first to the last."""
@@ -187,8 +195,10 @@ def measure(backend: TransferName, page_bytes: int, page_size: int, sizes: Sizes
     pages = max(1, sizes.round_bytes // (SENDERS * page_bytes))
     bench = Bench(backend, page_size, pages, secrets.token_hex(16))
     with Group(bench) as group:
-        group.page_round()
+        group.shorten(group.page_round())
         group.check_bytes()
+        group.page_round()
+        pages = group.sender_pages
         counts = count(group, bench)
         group.bare_round("raw")
         group.check_bytes()

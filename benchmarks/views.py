@@ -94,7 +94,7 @@ def print_tables(results: dict[str, Any]) -> None:
                 gather = views["gather"]
                 ratio = gather["ratio"]
                 console.print(
-                    f"history {history}: gather {gather['bytes_per_second'] / 1e9:.2f} GB/s, {ratio['mean']:.2f} "
+                    f"history {history}: gather {gather['bytes_per_second'] / 1e9:.2f} GB/s, {ratio['middle']:.2f} "
                     f"(95% from {ratio['low']:.2f}) of the bare collective's rate"
                 )
 
@@ -104,7 +104,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     hidden = "-" if not row["wait_seconds"] else f"{1 - row['wait_seconds'] / row['gather_seconds']:.0%}"
     return [
         f"{row['seconds']:.2f}",
-        f"{ratio['mean']:.3f}",
+        f"{ratio['middle']:.3f}",
         f"{ratio['low']:.3f} to {ratio['high']:.3f}",
         f"{row['moved_bytes'] / 2**20:.0f} MiB",
         f"{row['scratch_bytes'] / 2**20:.0f} MiB",
@@ -124,11 +124,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
         names = {view: None for views in by_history.values() for view in views if view != "gather"}
         for view in names:
             points = [(int(history), views[view]["ratio"]) for history, views in by_history.items() if view in views]
-            mean = [ratio["mean"] for _, ratio in points]
+            mean = [ratio["middle"] for _, ratio in points]
             places = [max(history, 1024) for history, _ in points]
             # Views without a limit are timed a few times only, too few for bounds.
-            low = [ratio["mean"] - ratio["low"] for _, ratio in points]
-            high = [ratio["high"] - ratio["mean"] for _, ratio in points]
+            low = [ratio["middle"] - ratio["low"] for _, ratio in points]
+            high = [ratio["high"] - ratio["middle"] for _, ratio in points]
             bounds = [low, high] if view in LIMITED else None
             panel.errorbar(places, mean, yerr=bounds, marker="o", markersize=4, capsize=3, label=view)
         panel.axhline(1, color="grey", linewidth=0.8)

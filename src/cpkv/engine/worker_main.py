@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -34,11 +35,19 @@ def make_worker(command: object) -> Worker:
     raise ProtocolError(f"the first command is {type(command).__name__}; it must start a rank or a decode worker")
 
 
+def make_lasting_worker(command: object) -> Worker:
+    """The same; what is there by now stays, and looking it through for garbage would stop all ranks again and again."""
+    worker = make_worker(command)
+    gc.collect()
+    gc.freeze()
+    return worker
+
+
 def main() -> None:
     """Serve until told to stop, or until the scheduler ends."""
     process = begin_worker_process(__doc__)
     channel = Channel(process.connection, Command, "the scheduler")
-    serve_commands(channel, process.name, make_worker, on_failure=lambda command, cause: None)
+    serve_commands(channel, process.name, make_lasting_worker, on_failure=lambda command, cause: None)
     # Everything is released; to take down the modules of torch and transformers would cost another second.
     sys.stdout.flush()
     sys.stderr.flush()

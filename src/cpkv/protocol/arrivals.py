@@ -8,6 +8,7 @@ arrived    x . - .          complete when every wanted position has come exactly
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from cpkv.errors import ProtocolError, TransferError
 from cpkv.protocol.messages import PagesSent, PagesTaken
@@ -26,18 +27,22 @@ class Arrivals:
         self.request_id = request_id
         self._senders = tuple(senders)
         self._wanted = frozenset(wanted)
-        self._arrived: set[int] = set()
-        self._damaged: dict[int, str] = {}
+        # What each rank has yet to send: a report of thousands of pages is then checked and noted by three calls.
+        self._due: dict[int, set[int]] = {}
+        for position in self._wanted:
+            self._due.setdefault(self._senders[position], set()).add(position)
+        self._damaged: set[int] = set()
         self._answers: dict[tuple[int, int], tuple[PagesSent, PagesTaken]] = {}
 
     def __repr__(self) -> str:
         """How many positions have arrived."""
-        return f"Arrivals({self.request_id}, {len(self._arrived)}/{len(self._wanted)})"
+        arrived = len(self._wanted) - sum(map(len, self._due.values()))
+        return f"Arrivals({self.request_id}, {arrived}/{len(self._wanted)})"
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Positions that have not arrived, ascending."""
-        return tuple(sorted(self._wanted - self._arrived))
+        return tuple(sorted(chain.from_iterable(self._due.values())))
 
     def take(self, report: PagesSent, arrived_digests: Sequence[str]) -> PagesTaken:
         """Note that a rank's pages are there: all of them or, on an error, none.
@@ -61,52 +66,51 @@ class Arrivals:
                 )
             return answer
         self._check(report)
-        damaged = [
-            position
-            for position, sent, arrived in zip(
-                report.positions, report.digests, arrived_digests, strict=bool(report.digests)
-            )
-            if sent != arrived
-        ]
-        sent_of = dict(zip(report.positions, report.digests, strict=False))
-        arrived_of = dict(zip(report.positions, arrived_digests, strict=False))
-        for position in damaged:
-            if position in self._damaged:
-                raise TransferError(
-                    f"request {self.request_id}: page position {position} of rank {report.rank} left with digest "
-                    f"{sent_of[position][:12]} and arrived with {arrived_of[position][:12]}, twice; the transfer "
-                    "engine or the memory of one side damages data"
-                )
-        for position in damaged:
-            self._damaged[position] = arrived_of[position]
-        self._arrived.update(position for position in report.positions if position not in damaged)
-        answer = PagesTaken(report.request_id, report.attempt, report.report, tuple(damaged))
+        damaged = self._damaged_of(report, arrived_digests) if report.digests else ()
+        answer = PagesTaken(report.request_id, report.attempt, report.report, damaged)
         if report.positions:
+            self._due[report.rank].difference_update(report.positions)
+            self._due[report.rank].update(damaged)
             self._answers[key] = (report, answer)
         return answer
 
     def _check(self, report: PagesSent) -> None:
         rank, positions = report.rank, report.positions
-        if len(set(positions)) != len(positions):
+        named = set(positions)
+        if len(named) != len(positions):
             raise ProtocolError(f"request {self.request_id}: rank {rank} names a page position twice in one message")
         if report.digests and len(report.digests) != len(positions):
             raise ProtocolError(
                 f"request {self.request_id}: rank {rank} gives {len(report.digests)} digests for {len(positions)} pages"
             )
-        for position in positions:
-            if not 0 <= position < len(self._senders):
-                raise ProtocolError(
-                    f"request {self.request_id}: rank {rank} sent page position {position} of {len(self._senders)}"
+        due = self._due.get(rank, set())
+        if not named <= due:
+            position = next(position for position in positions if position not in due)
+            raise ProtocolError(f"request {self.request_id}: {self._why_not_due(position, rank)}")
+
+    def _why_not_due(self, position: int, rank: int) -> str:
+        """What is wrong with a position that is not among those which a rank has yet to send."""
+        if not 0 <= position < len(self._senders):
+            return f"rank {rank} sent page position {position} of {len(self._senders)}"
+        if self._senders[position] != rank:
+            return f"page position {position} belongs to rank {self._senders[position]} and came from rank {rank}"
+        if position not in self._wanted:
+            return f"page position {position} was there before it was sent"
+        return f"page position {position} was sent twice"
+
+    def _damaged_of(self, report: PagesSent, arrived_digests: Sequence[str]) -> tuple[int, ...]:
+        """Positions that differ from what was sent, noted; TransferError where one did before, and none is noted."""
+        pairs = zip(report.positions, report.digests, arrived_digests, strict=True)
+        damaged = [(position, sent, arrived) for position, sent, arrived in pairs if sent != arrived]
+        for position, sent, arrived in damaged:
+            if position in self._damaged:
+                raise TransferError(
+                    f"request {self.request_id}: page position {position} of rank {report.rank} left with digest "
+                    f"{sent[:12]} and arrived with {arrived[:12]}, twice; the transfer engine or the memory of one "
+                    "side damages data"
                 )
-            if self._senders[position] != rank:
-                raise ProtocolError(
-                    f"request {self.request_id}: page position {position} belongs to rank {self._senders[position]} "
-                    f"and came from rank {rank}"
-                )
-            if position not in self._wanted:
-                raise ProtocolError(f"request {self.request_id}: page position {position} was there before it was sent")
-            if position in self._arrived:
-                raise ProtocolError(f"request {self.request_id}: page position {position} was sent twice")
+        self._damaged.update(position for position, _, _ in damaged)
+        return tuple(position for position, _, _ in damaged)
 
     def check_complete(self) -> None:
         """Refuse to start while positions are missing.

@@ -26,9 +26,9 @@ from cpkv.protocol.attempts import EndedAttempts
 from cpkv.protocol.messages import PagesSent, PagesTaken, TransferTarget
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.report_link import ReportLink
-from cpkv.transfer.runs import Peer, Region, Run
+from cpkv.transfer.runs import Peer, Region, Run, page_runs
 
-PART_BYTES = 32 << 20
+PART_BYTES = 64 << 20
 # The engine has the next part when it ends one, so that it never runs dry.
 PARTS_AT_ONCE = 2
 
@@ -99,6 +99,23 @@ class DrainedNews(NamedTuple):
 News = TakenNews | FailedNews | DrainedNews
 
 
+class _Part(NamedTuple):
+    """Pages that travel as one transfer, to one decode owner.
+
+    Attributes:
+        moves: the pages.
+        digests: of each page before it left; empty unless they are sent along.
+    """
+
+    moves: list[PageMove]
+    digests: tuple[str, ...]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The pages' logical positions."""
+        return tuple([move.position for move in self.moves])
+
+
 @dataclass(eq=False)
 class _Job:
     """What is under way of one attempt: pages that wait, writes by transfer id, reports that wait for their answer."""
@@ -106,9 +123,9 @@ class _Job:
     request_id: str
     attempt: int
     targets: tuple[TransferTarget, ...]
-    waiting: deque[PageMove] = field(default_factory=deque)
-    writes: dict[int, tuple[tuple[PageMove, ...], tuple[str, ...]]] = field(default_factory=dict)
-    reports: dict[int, tuple[PageMove, ...]] = field(default_factory=dict)
+    waiting: list[PageMove] = field(default_factory=list)
+    writes: dict[int, _Part] = field(default_factory=dict)
+    reports: dict[int, _Part] = field(default_factory=dict)
     stopped: bool = False
     writes_may_land: bool = False
 
@@ -271,14 +288,15 @@ class PageSender:
 
     def _next_part(self, job: _Job) -> list[PageMove]:
         """The next pages for one owner; owner after owner, since the order of moves keeps ranks apart."""
-        part = [job.waiting.popleft()]
-        while job.waiting and len(part) < self._part_pages and job.waiting[0].owner == part[0].owner:
-            part.append(job.waiting.popleft())
-        return part
-
-    def _submit(self, job: _Job, part: Sequence[PageMove]) -> None:
-        """One transfer; digests are taken before the bytes leave."""
+        part = job.waiting[: self._part_pages]
         owner = part[0].owner
+        pages = next((number for number, move in enumerate(part) if move.owner != owner), len(part))
+        del job.waiting[:pages]
+        return part[:pages]
+
+    def _submit(self, job: _Job, moves: list[PageMove]) -> None:
+        """One transfer; digests are taken before the bytes leave."""
+        owner = moves[0].owner
         if not 0 <= owner < len(job.targets):
             raise ProtocolError(f"request {job.request_id}: a page goes to decode owner {owner} of {len(job.targets)}")
         target = job.targets[owner]
@@ -288,18 +306,17 @@ class PageSender:
                 f"bytes in {len(self._regions)}"
             )
         peer = Peer(target.session_id, tuple(Region(region.address, region.length) for region in target.regions))
+        sources, targets = [move.source for move in moves], [move.target for move in moves]
+        runs: list[Run] = []
         # Region by region, so that neighbouring pages can be merged into one write.
-        runs = [
-            Run(span.address + move.source * span.length, region.address + move.target * span.length, span.length)
-            for span, region in zip(self._first_page, target.regions, strict=True)
-            for move in part
-        ]
-        digests = tuple(self._pool.page_digest(move.source) for move in part) if self._digest_pages else ()
-        job.writes[self._backend.submit(peer, runs)] = (tuple(part), digests)
+        for span, region in zip(self._first_page, target.regions, strict=True):
+            runs += page_runs(span.address, sources, region.address, targets, span.length)
+        digests = tuple(map(self._pool.page_digest, sources)) if self._digest_pages else ()
+        job.writes[self._backend.submit(peer, runs)] = _Part(moves, digests)
 
     def _settle_writes(self, job: _Job) -> bool:
         moved = False
-        for transfer_id, (moves, digests) in list(job.writes.items()):
+        for transfer_id, part in list(job.writes.items()):
             status = self._backend.poll(transfer_id)
             if status.state == "pending":
                 continue
@@ -309,21 +326,20 @@ class PageSender:
                 job.writes_may_land = True
                 self._cancel(job)
                 if not job.stopped:
-                    error = f"rank {self._rank} could not send {len(moves)} pages of request {job.request_id}"
+                    error = f"rank {self._rank} could not send {len(part.moves)} pages of request {job.request_id}"
                     self._fail(job, TransferError(f"{error}: {status.cause}"))
             elif not job.stopped:
-                self._report(job, moves, digests)
+                self._report(job, part)
         return moved
 
-    def _report(self, job: _Job, moves: tuple[PageMove, ...], digests: tuple[str, ...]) -> None:
+    def _report(self, job: _Job, part: _Part) -> None:
         report = self._next_report
         self._next_report += 1
-        job.reports[report] = moves
-        positions = tuple(move.position for move in moves)
+        job.reports[report] = part
         try:
             if self._link is None:
                 raise TransferError(f"rank {self._rank} lost its connection to the decode worker")
-            self._link.post(PagesSent(job.request_id, job.attempt, self._rank, report, positions, digests))
+            self._link.post(PagesSent(job.request_id, job.attempt, self._rank, report, part.positions, part.digests))
         except TransferError as error:
             self._link_lost(error)
 
@@ -341,8 +357,8 @@ class PageSender:
 
     def _take_answer(self, question: PagesSent, answer: PagesTaken | CpkvError) -> None:
         job = self._jobs.get((question.request_id, question.attempt))
-        moves = job.reports.pop(question.report, None) if job is not None else None
-        if job is None or moves is None or job.stopped:
+        part = job.reports.pop(question.report, None) if job is not None else None
+        if job is None or part is None or job.stopped:
             return
         if isinstance(answer, CpkvError):
             self._fail(job, answer)
@@ -350,11 +366,13 @@ class PageSender:
         if (answer.request_id, answer.attempt, answer.report) != (job.request_id, job.attempt, question.report):
             self._link_lost(ProtocolError(f"the decode worker answered {answer} to {question}"))
             return
-        arrived = tuple(move.position for move in moves if move.position not in answer.damaged)
+        arrived = part.positions
+        if answer.damaged:
+            arrived = tuple(position for position in arrived if position not in answer.damaged)
+            job.waiting.extend(move for move in part.moves if move.position in answer.damaged)
         if arrived:
             num_bytes = len(arrived) * self._page_bytes
             self._news.append(TakenNews(job.request_id, job.attempt, arrived, num_bytes))
-        job.waiting.extend(move for move in moves if move.position in answer.damaged)
 
     def _link_lost(self, error: CpkvError) -> None:
         if self._link is not None:

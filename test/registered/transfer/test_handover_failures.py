@@ -113,7 +113,8 @@ def test_freed_pages_are_poisoned_at_both_ends(start: Callable[..., Group], monk
 
         def remember(worker: Any, *arguments: Any, honest: Any = honest) -> Any:
             reply = honest(worker, *arguments)
-            pools.setdefault(getattr(worker, "_rank", -1), []).append(worker._pool)
+            pool = worker._pool if isinstance(worker, RankWorker) else worker._requests._pool
+            pools.setdefault(getattr(worker, "_rank", -1), []).append(pool)
             return reply
 
         monkeypatch.setattr(kind, name, remember)

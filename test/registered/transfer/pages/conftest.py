@@ -178,8 +178,8 @@ class Prefill:
         for layer, slot in enumerate(self.geometry.slots):
             latent, index = rows_of(name, tokens, layer, self.geometry)
             for rank, pool in enumerate(self.pools):
-                writes = plan.page_writes(rank % self.placement.cp_size)
-                pool.write(layer, writes, latent, index if slot >= 0 else None)
+                places = pool.place(plan.page_writes(rank % self.placement.cp_size))
+                pool.write(layer, places, latent, index if slot >= 0 else None)
 
     def open(self, name: str, attempt: int = 1, new_tokens: int = 1) -> tuple[int, ...]:
         """Announce a request; the decode worker's pages."""

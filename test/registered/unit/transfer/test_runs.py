@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpkv.errors import ConfigError, TransferError
 from cpkv.testing.registration import register_cpu_ci
-from cpkv.transfer.runs import Peer, Region, Run, merge_runs, place_runs
+from cpkv.transfer.runs import Peer, Region, Run, merge_runs, page_runs, place_runs
 
 register_cpu_ci(est_time=3, suite="unit")
 
@@ -47,6 +47,18 @@ def test_merging_conserves_every_byte_its_order_and_its_limit(runs: list[Run], l
     for left, right in zip(merged, merged[1:], strict=False):
         touching = left.source + left.length == right.source and left.target + left.length == right.target
         assert not touching or left.length + right.length > limit, "two neighbours were left apart"
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=20), st.integers(1, 1 << 20))
+def test_a_page_lies_as_many_lengths_behind_its_base_as_its_place_says(pages: list[tuple[int, int]], size: int) -> None:
+    runs = page_runs(1 << 40, [here for here, _ in pages], 1 << 41, [there for _, there in pages], size)
+    assert runs == [Run((1 << 40) + here * size, (1 << 41) + there * size, size) for here, there in pages]
+    assert all(type(run) is Run for run in runs)
+
+
+def test_as_many_pages_must_be_read_as_are_written() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        page_runs(0, [1, 2], 0, [1], 64)
 
 
 def test_pages_that_follow_each_other_become_one_run() -> None:
