@@ -1,0 +1,107 @@
+"""The link between ranks: a probe of it, and the page gather of `mixed` against what it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from multi_gpu_group import Rank, median, timed
+from paired_ratio import alternate, paired_ratio
+
+from cpkv.layout.view_costs import ViewOptions
+from cpkv.views.counters import ViewCounters
+from cpkv.views.factory import open_view
+from cpkv.views.gathered import MixedView
+from cpkv.views.view import ViewContext
+
+PROBE_BYTES = 256 << 20
+PROBE_ROUNDS = 10
+# Moved in one measurement: the ranks do not start at the same microsecond.
+LEAST_BYTES = 2 << 30
+
+
+def segment(ours: Rank, owner: int) -> torch.Tensor:
+    """The latent rows of a rank as this one sees them, uint8 [bytes]."""
+    rows = ours.shared.segment_rows
+    return ours.shared.all_latent_rows(0)[owner * rows : (owner + 1) * rows].flatten()
+
+
+def probe_link(ours: Rank) -> dict[str, float]:
+    """Every rank at once copies memory of the next rank, and of its own: bytes per second that the slowest reads."""
+    rates = {}
+    for name, owner in (("next rank", ours.comm.rank + 1), ("own", ours.comm.rank)):
+        source = segment(ours, owner % ours.comm.size)[:PROBE_BYTES]
+        target = torch.empty_like(source)
+        copies = max(1, PROBE_BYTES * 4 // len(source))
+        copy = repeated(partial(target.copy_, source), copies)
+        times = [timed(ours.comm, copy)[0] for _ in range(PROBE_ROUNDS)]
+        rates[name] = copies * len(source) / median(times)
+    return rates
+
+
+def repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
+    """The same several times."""
+
+    def run() -> None:
+        for _ in range(times):
+            work()
+
+    return run
+
+
+def measure_gather(ours: Rank, history: int, rounds: int) -> dict[str, Any]:
+    """All layers' history, nothing computed: gathered, all-gathered bare, and read by each rank with plain copies.
+
+    Rates are of the bytes that come to a rank from the others.
+    """
+    options = ViewOptions(prefetch=False)
+    costs = ours.model.shape.view_costs(ours.geometry, ours.model.compute_dtype.itemsize, options)
+    view = open_view(
+        ours.plan("mixed", history), ViewContext(ours.shared, ours.comm, costs, ours.scratch(), ViewCounters())
+    )
+    assert isinstance(view, MixedView)
+    geometry, comm = ours.geometry, ours.comm
+    blocks = [geometry.latent_page_bytes // geometry.num_layers] * geometry.num_layers
+    blocks += [geometry.index_block_bytes] * geometry.num_slots
+    sizes = [view.plan.history.max_pages * block for block in blocks]
+    out = torch.empty(comm.size * max(sizes), dtype=torch.uint8, device=ours.shared.device)
+    others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+    segments = {owner: segment(ours, owner) for owner in others}
+
+    def gather() -> None:
+        for layer in range(geometry.num_layers):
+            view.gather.open_layer(layer)
+
+    def all_gather() -> None:
+        for size in sizes:
+            target = out[: comm.size * size].view(comm.size, size)
+            comm.all_gather(target[comm.rank], "bare", out=target)
+
+    def peer_copy() -> None:
+        for size in sizes:
+            target = out[: comm.size * size].view(comm.size, size)
+            for owner in others:
+                target[owner].copy_(segments[owner][:size])
+
+    times = max(1, LEAST_BYTES // sum(sizes))
+
+    def seconds(work: Callable[[], None]) -> float:
+        return timed(comm, repeated(work, times))[0] / times
+
+    arriving = (comm.size - 1) * sum(sizes)
+    results: dict[str, Any] = {"bytes": arriving}
+    for work in (gather, all_gather, peer_copy):
+        seconds(work)
+    for name, other in (("all-gather", all_gather), ("peer copy", peer_copy)):
+        ours_seconds, theirs = alternate(lambda: seconds(gather), lambda other=other: seconds(other), rounds)
+        results[name] = {
+            "bytes_per_second": arriving / median(theirs),
+            # Of rates, so the other's time comes first.
+            "rate_ratio": paired_ratio(theirs, ours_seconds)._asdict(),
+        }
+        results["seconds"] = median(ours_seconds)
+    view.close()
+    ours.note(f"gather of {history} tokens: {arriving / results['seconds'] / 1e9:.0f} GB/s")
+    return results | {"bytes_per_second": arriving / results["seconds"]}
