@@ -191,6 +191,7 @@ class Cluster:
         ready = self.workers.call(starts, START_TIMEOUT_S)
         check_equal_facts([ready[worker].facts for worker in self.ranks])
         self.unified_reason = self._why_not_unified([ready[worker] for worker in self.ranks])
+        self._linked = len({ready[worker].device for worker in self.ranks}) > 1
         if self._decode is not None:
             self.decode_address = (settings.host, ready[self._decode].port)
 
@@ -224,7 +225,7 @@ class Cluster:
         placement = self.placement(shared)
         options = ViewOptions(prefetch=settings.prefetch)
         costs = self.shape.view_costs(self.geometry, settings.compute_item_bytes, options)
-        planner = ViewPlanner.of_settings(settings, costs, placement, self.unified_reason)
+        planner = ViewPlanner.of_settings(settings, costs, placement, self.unified_reason, linked=self._linked)
         if not shared:
             # Replicated pools are read where they lie, with what keys in position order take.
             return replace(planner, scratch_bytes=None)

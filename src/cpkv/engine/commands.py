@@ -54,12 +54,14 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         facts: what must be equal over the ranks, by name.
         host: the machine that it runs on; ranks of one host can share memory.
+        device: of a rank's model and pages.
         unified_reason: why a rank's memory cannot be shared with other processes; None when it can.
         port: where the decode worker listens; 0 for a rank.
     """
 
     facts: dict[str, str]
     host: str = ""
+    device: str = "cpu"
     unified_reason: str | None = None
     port: int = 0
 

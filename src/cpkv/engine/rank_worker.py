@@ -107,7 +107,7 @@ class RankWorker:
             "kernels used": self._kernels.name,
         }
         reason = why_not_unified() if self._device.type == "cpu" else why_not_vmm(self._device)
-        return WorkerReady(facts, host=host_identity(), unified_reason=reason)
+        return WorkerReady(facts, host=host_identity(), device=str(self._device), unified_reason=reason)
 
     def handle(self, command: Any) -> Any:
         """Act on a command and return the reply.

@@ -1,7 +1,7 @@
 """Chooses the view of each batch: the cheapest one that can serve it and fits the scratch.
 
 current    no request of the batch has history           nothing moves
-unified    the ranks share memory on one host            nothing moves
+unified    the ranks share memory on one host            nothing moves; over links between devices rows are read
 mixed      always                                        history pages move
 full       only when forced                              history pages move, and current rows are copied
 blocked    always; the last resort                       index keys and chosen rows move, in a fixed scratch
@@ -24,11 +24,12 @@ SCRATCH_OPTION = "--scratch-bytes"
 
 
 class ViewChoice(NamedTuple):
-    """A view, what it costs, and why it was chosen, in words."""
+    """A view, what it costs, why it was chosen, in words, and the bytes that it moves or reads from rank to rank."""
 
     view: ViewName
     cost: ViewCost
     reason: str
+    over_links: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ViewPlanner:
         current_reuse: batches without history may read their own rows.
         unified_reason: why the ranks cannot share memory; None when they do.
         scratch_bytes: bytes that views may hold beside the pool; None for as much as they need.
+        linked: the ranks' memory is that of several devices: what one reads in another's crosses a link.
     """
 
     costs: ViewCosts
@@ -54,10 +56,17 @@ class ViewPlanner:
     current_reuse: bool = True
     unified_reason: str | None = "the pools are not in shared memory"
     scratch_bytes: int | None = None
+    linked: bool = False
 
     @classmethod
     def of_settings(
-        cls, settings: EngineSettings, costs: ViewCosts, placement: PagePlacement, unified_reason: str | None
+        cls,
+        settings: EngineSettings,
+        costs: ViewCosts,
+        placement: PagePlacement,
+        unified_reason: str | None,
+        *,
+        linked: bool = False,
     ) -> ViewPlanner:
         """The planner of a pool under these settings."""
         return cls(
@@ -69,6 +78,7 @@ class ViewPlanner:
             current_reuse=settings.current_reuse,
             unified_reason=unified_reason,
             scratch_bytes=settings.scratch_bytes,
+            linked=linked,
         )
 
     def with_scratch_for(self, context: int, chunk: int) -> ViewPlanner:
@@ -76,7 +86,7 @@ class ViewPlanner:
         page_size = self.placement.page_size
         sizes = BatchSizes.largest(context, chunk, self.cp_size, page_size, self.costs.options)
         views: set[ViewName] = {self._views(has_history)[0][0] for has_history in (False, True)}
-        views.add("blocked")
+        views |= {"blocked", "mixed"} if self._reads_over_links else {"blocked"}
         return replace(self, scratch_bytes=max(self.costs.cost(view, sizes).held_bytes for view in views))
 
     def choose(self, segments: Sequence[Segment]) -> ViewChoice:
@@ -90,7 +100,7 @@ class ViewPlanner:
         fitting = [choice for choice in choices if limit is None or choice.cost.held_bytes <= limit]
         if fitting:
             # `blocked` moves what queries choose, which the plan cannot know: it serves what nothing else can.
-            return min(fitting, key=lambda choice: (choice.view == "blocked", choice.cost.moved_bytes))
+            return min(fitting, key=lambda choice: (choice.view == "blocked", choice.over_links))
         names = ", ".join(segment.request_id for segment in segments)
         raise self._too_small(
             names, min((choice.cost for choice in choices), key=_held), max(segment.end for segment in segments)
@@ -134,7 +144,18 @@ class ViewPlanner:
         names = self._views(has_history)
         spec = BatchSpec(0, tuple(segments), self.strategy, names[-1][0])
         sizes = BatchSizes.of(BatchPlan.build(spec, self.placement, self.cp_size), self.costs.options)
-        return [ViewChoice(view, self.costs.cost(view, sizes), reason) for view, reason in names]
+        choices = []
+        for view, reason in names:
+            cost = self.costs.cost(view, sizes)
+            # Of what a gather brings, one part in cp_size was here.
+            moved = cost.moved_bytes * (self.cp_size - 1) // self.cp_size
+            read = self.costs.read_bytes(view, sizes) if self.linked else 0
+            choices.append(ViewChoice(view, cost, reason, moved + read))
+        return choices
+
+    @property
+    def _reads_over_links(self) -> bool:
+        return self.linked and self.unified_reason is None and self.forced == "auto"
 
     def _views(self, has_history: bool) -> list[tuple[ViewName, str]]:
         """Views and why each, the preferred one first."""
@@ -147,6 +168,9 @@ class ViewPlanner:
             names.append(("current", "no request of the batch has history"))
         if self.unified_reason is None:
             names.append(("unified", "the ranks share memory: nothing moves"))
+            if self._reads_over_links:
+                names[-1] = ("unified", "less is read over the links between the ranks' devices than a gather moves")
+                names.append(("mixed", "a gather moves less than is read over the links between the ranks' devices"))
             names.append(("blocked", "the scratch is too small for unified"))
         else:
             names.append(("mixed", f"the history is gathered: {self.unified_reason}"))

@@ -219,6 +219,21 @@ class ViewCosts:
             buffers["keys"] = max(self.scored(sizes)) * index_row
         return ViewCost(view, self._moved(view, sizes), {name: size for name, size in buffers.items() if size})
 
+    def read_bytes(self, view: ViewName, sizes: BatchSizes) -> int:
+        """Bytes that a rank's kernels read in the memory of others over all layers, at most.
+
+        Only `unified` does: the chosen rows of every query, each time they are chosen, and the index blocks once. Where
+        the ranks share one memory this costs what reading one's own does; over a link it can cost more than a gather.
+        """
+        if view != "unified" or not sizes.history_pages:
+            return 0
+        geometry = self.geometry
+        chosen = sizes.rank_tokens * min(self.queries.topk, max(sizes.request_tokens)) * geometry.num_layers
+        read = chosen * geometry.row_format.latent_row_bytes
+        if self.scored(sizes):
+            read += sizes.cp_size * sizes.history_pages * geometry.num_slots * geometry.index_block_bytes
+        return read * (sizes.cp_size - 1) // sizes.cp_size
+
     def _gathered(self, view: ViewName, sizes: BatchSizes) -> dict[str, int]:
         geometry = self.geometry
         row = geometry.row_format.latent_row_bytes

@@ -226,3 +226,41 @@ def test_the_scratch_for_a_context_serves_every_chunk_of_every_request_up_to_it(
                     f"and the scratch for {context} tokens in chunks of {chunk} has {planner.scratch_bytes}"
                 )
             assert planner.choose([Segment("r", start, ids, pages, True)]) == choices[0]
+
+
+def linked_planner(**options: Any) -> ViewPlanner:
+    return make_planner(16, 4, **{"unified_reason": None, "linked": True} | options)
+
+
+@pytest.mark.parametrize(("history", "view"), [(0, "current"), (64, "mixed"), (256, "mixed"), (9000, "unified")])
+def test_over_links_a_gather_is_taken_while_it_moves_less_than_is_read(history: int, view: ViewName) -> None:
+    """A chunk reads chosen rows again and again, however long the history; a gather brings each once."""
+    segments = make_segments([(history, 640)], 16)
+    found = linked_planner().choose(segments)
+    assert found.view == view
+    if history:
+        assert "links between the ranks' devices" in found.reason
+    assert linked_planner(linked=False).choose(segments).view == ("unified" if history else "current")
+
+
+def test_what_is_read_over_links_is_counted() -> None:
+    """Three of four owners are others: 16 queries of a rank, 8 rows of 16 bytes each, in 3 layers; 64 pages' blocks."""
+    planner = linked_planner()
+    segments = make_segments([(1024, 64)], 16)
+    plan = BatchPlan.build(BatchSpec(0, tuple(segments), "zigzag", "unified"), planner.placement, 4)
+    sizes = BatchSizes.of(plan, planner.costs.options)
+    pages = 4 * plan.history.max_pages
+    blocks = pages * 2 * 16 * (8 + 4)
+    assert planner.costs.read_bytes("unified", sizes) == (16 * 8 * 16 * 3 + blocks) * 3 // 4
+    assert planner.costs.read_bytes("mixed", sizes) == 0
+    assert planner.costs.read_bytes("unified", replace(sizes, history_pages=0)) == 0
+
+
+def test_over_links_the_scratch_has_room_for_a_gather() -> None:
+    """Whichever view a batch takes, and a forced one is not argued with."""
+    with_room = linked_planner().with_scratch_for(3000, 640)
+    assert with_room.choose(make_segments([(64, 640)], 16)).view == "mixed"
+    assert with_room.scratch_bytes > linked_planner(linked=False).with_scratch_for(3000, 640).scratch_bytes
+    assert linked_planner(forced="unified").choose(make_segments([(64, 64)], 16)).view == "unified"
+    apart = linked_planner(unified_reason=APART).choose(make_segments([(9000, 64)], 16))
+    assert (apart.view, apart.reason) == ("mixed", f"the history is gathered: {APART}")
