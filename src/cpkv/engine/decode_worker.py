@@ -68,9 +68,10 @@ class DecodeWorker:
         placement = PagePlacement(settings.page_size, 1)
         allocator = PageAllocator(start.num_pages, placement, start.shuffle_seed, option="decode_pages")
         backend = make_backend()
-        arrives = open_target_pool(geometry, start.num_pages, backend, poison=settings.debug)
+        on_gpu = device.type == "cuda"
+        arrives = open_target_pool(geometry, start.num_pages, backend, poison=settings.debug, pinned=on_gpu)
         pool = arrives
-        if device.type != "cpu":
+        if on_gpu:
             kernels = model_kernels(model.shape, settings, device)
             pool = PagePool(geometry, start.num_pages, poison=settings.debug, device=device, kernels=kernels)
         forward = ForwardPass(model, pool, ThreadGroup(1).communicator(0), ViewCounters(), Scratch(device=device))

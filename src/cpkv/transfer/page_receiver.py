@@ -29,9 +29,16 @@ STALL_FACTOR = 10
 
 
 def open_target_pool(
-    geometry: PoolGeometry, local_pages: int, backend: TransferBackend, *, poison: bool = False
+    geometry: PoolGeometry,
+    local_pages: int,
+    backend: TransferBackend,
+    *,
+    poison: bool = False,
+    pinned: bool = False,
 ) -> PagePool:
     """A pool that peers of an engine can write into: in memory of the engine where it insists on that.
+
+    With `pinned`, and where the engine insists on nothing, in memory that a GPU copies from at full speed.
 
     Raises:
         ConfigError: the memory is not there.
@@ -39,7 +46,7 @@ def open_target_pool(
     page_bytes = (geometry.latent_page_bytes, geometry.index_page_bytes)
     memory = [backend.allocate_target(local_pages * size) for size in page_bytes]
     if memory[0] is None or memory[1] is None:
-        return PagePool(geometry, local_pages, poison=poison)
+        return PagePool(geometry, local_pages, poison=poison, pinned=pinned)
     latent, index = torch.frombuffer(memory[0], dtype=torch.uint8), torch.frombuffer(memory[1], dtype=torch.uint8)
     if poison:
         latent.fill_(POISON_BYTE)
