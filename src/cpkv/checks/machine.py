@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from cpkv.checks import limits, memory, network
+from cpkv.checks import gpus, limits, memory, network
 from cpkv.checks.engines import BACK_ENDS, check_engine, engine_name
 from cpkv.checks.result import Check
 from cpkv.config.names import TransferName
@@ -26,6 +26,7 @@ def machine_checks(host: str | None, transfers: Sequence[TransferName], ports: S
         Check(memory.MEMFD, memory.check_memory_files),
         Check(memory.GROUP, memory.check_memory_limit),
         Check(memory.SHM_FOLDER, memory.check_shm_folder),
+        Check(gpus.GPUS, gpus.check_gpus),
     ]
     for one in dict.fromkeys((network.LOOPBACK, address)):
         checks.append(Check(network.reach_name(one), partial(network.check_reach, one)))

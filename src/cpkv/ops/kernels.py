@@ -121,17 +121,19 @@ def open_kernels(device: torch.device, name: KernelName, needs: KernelNeeds) -> 
     return found
 
 
+def vendor_reasons(device: torch.device, needs: KernelNeeds) -> dict[str, str | None]:
+    """Why each vendor's kernels cannot serve a model's prefill on a device, in words; None for those that can."""
+    deep_gemm, flash_mla = _vendors()
+    return {
+        "DeepGEMM": deep_gemm.why_not(device, needs.index_heads, needs.index_dim),
+        "FlashMLA": _too_wide(needs) or flash_mla.why_not(device, needs.heads, needs.latent_width, needs.kv_lora_rank),
+    }
+
+
 def _with_vendors(ours: Kernels, device: torch.device, needs: KernelNeeds) -> tuple[Kernels, str]:
     """Ours with the vendors' in their place where they can run, and why the others cannot."""
-    deep_gemm: Any = importlib.import_module("cpkv.ops.vendor.deep_gemm")
-    flash_mla: Any = importlib.import_module("cpkv.ops.vendor.flash_mla")
-    scored = (needs.index_heads, needs.index_dim)
-    attended = (needs.heads, needs.latent_width, needs.kv_lora_rank)
-    narrow = None if needs.dtype == "bfloat16" else f"it takes values of bfloat16, not of {needs.dtype}"
-    reasons = {
-        "DeepGEMM": deep_gemm.why_not(device, *scored),
-        "FlashMLA": narrow or flash_mla.why_not(device, *attended),
-    }
+    deep_gemm, flash_mla = _vendors()
+    reasons = vendor_reasons(device, needs)
     found = ours
     if reasons["DeepGEMM"] is None:
         found = replace(found, name="vendor", fp8_indexer_scores=deep_gemm.fp8_indexer_scores)
@@ -139,9 +141,9 @@ def _with_vendors(ours: Kernels, device: torch.device, needs: KernelNeeds) -> tu
         found = replace(found, name="vendor", sparse_mla_rows=flash_mla.sparse_mla_rows)
     page_size = deep_gemm.PAGE_SIZE
     paged = (
-        narrow,
-        deep_gemm.why_not_paged(device, *scored, page_size),
-        flash_mla.why_not_pages(device, *attended),
+        _too_wide(needs),
+        deep_gemm.why_not_paged(device, needs.index_heads, needs.index_dim, page_size),
+        flash_mla.why_not_pages(device, needs.heads, needs.latent_width, needs.kv_lora_rank),
     )
     if not any(paged):
         found = replace(
@@ -151,6 +153,15 @@ def _with_vendors(ours: Kernels, device: torch.device, needs: KernelNeeds) -> tu
             paged_page_size=page_size,
         )
     return found, "; ".join(f"{vendor}: {reason}" for vendor, reason in reasons.items() if reason is not None)
+
+
+def _vendors() -> tuple[Any, Any]:
+    """Our modules for DeepGEMM and FlashMLA."""
+    return importlib.import_module("cpkv.ops.vendor.deep_gemm"), importlib.import_module("cpkv.ops.vendor.flash_mla")
+
+
+def _too_wide(needs: KernelNeeds) -> str | None:
+    return None if needs.dtype == "bfloat16" else f"it takes values of bfloat16, not of {needs.dtype}"
 
 
 def _kernels(name: str, package: str) -> Kernels:
