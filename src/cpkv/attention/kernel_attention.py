@@ -43,8 +43,7 @@ class KernelAttention(SparseAttention):
     Attributes:
         kernels: of the device.
         row_format: of the stored rows.
-        queries: how the view blocks queries whose rows it fetches.
-        topk: keys chosen per query.
+        blocks: how many keys each query chooses, and how queries are blocked whose rows the view fetches.
         scale: softmax scale.
         compute_dtype: of queries and outputs.
         value_dtype: of the values that attention reads: bfloat16, or float32 for comparison.
@@ -54,8 +53,7 @@ class KernelAttention(SparseAttention):
 
     kernels: Kernels
     row_format: RowFormat
-    queries: QueryBlocks
-    topk: int
+    blocks: QueryBlocks
     scale: float
     compute_dtype: torch.dtype
     value_dtype: torch.dtype
@@ -65,15 +63,16 @@ class KernelAttention(SparseAttention):
     def choose(self, plan: BatchPlan, rows: LayerRows, local: LocalTokens, index: IndexInputs) -> list[Choice]:
         """Choose with view rows, where the view has them."""
         runs = {number: (first, last) for number, first, last in local.runs}
+        inputs = self.quantised(index)
         choices: list[Choice] = []
         for number, segment in enumerate(plan.spec.segments):
             first, last = runs.get(number, (0, 0))
             blocks = self._blocks(local, first, last, segment.end, index.queries.device)
-            if segment.end <= self.topk:
+            if segment.end <= self.blocks.topk:
                 choices += [self._everything(rows, number, block) for block in blocks]
             elif blocks or rows.position_rows(number) is None:
                 # Where rows are fetched every rank asks, also one without a query here.
-                choices += self._chosen(rows, number, blocks, index)
+                choices += self._chosen(rows, number, blocks, inputs)
         return choices
 
     def _blocks(self, local: LocalTokens, first: int, last: int, tokens: int, device: torch.device) -> list[_Block]:
@@ -100,41 +99,42 @@ class KernelAttention(SparseAttention):
             else numbers[: block.most].to(torch.int32).expand(len(hidden), -1).masked_fill(hidden, -1),
         )
 
-    def _chosen(self, rows: LayerRows, segment: int, blocks: list[_Block], index: IndexInputs) -> list[Choice]:
+    def _chosen(self, rows: LayerRows, segment: int, blocks: list[_Block], inputs: IndexInputs) -> list[Choice]:
         numbers = rows.position_rows(segment)
-        inputs = self.quantised(index)
-        quantised = [
+        of_blocks = [
             IndexInputs(inputs.queries[block.first : block.last], inputs.weights[block.first : block.last])
             for block in blocks
         ]
         if numbers is None:
-            return self._merged(rows, segment, blocks, quantised)
+            return self._merged(rows, segment, blocks, of_blocks)
         choices = []
         row_of_position = numbers.to(torch.int32)
         for _, stored in rows.key_blocks(segment):
             keys = self._keys(stored)
-            for block, inputs in zip(blocks, quantised, strict=True):
-                scores = self._scores(inputs, keys, block.limits)
+            for block, own in zip(blocks, of_blocks, strict=True):
+                scores = self._scores(own, keys, block.limits)
                 positions, chosen = self.kernels.topk_rows(
-                    scores, block.limits, self.topk, row_of_position, debug=self.debug
+                    scores, block.limits, self.blocks.topk, row_of_position, debug=self.debug
                 )
                 choices.append(Choice(segment, block.first, block.last, positions, chosen))
         return choices
 
     def _merged(
-        self, rows: LayerRows, segment: int, blocks: list[_Block], quantised: list[IndexInputs]
+        self, rows: LayerRows, segment: int, blocks: list[_Block], of_blocks: list[IndexInputs]
     ) -> list[Choice]:
         """Block of keys by block of keys, since never all of them are here."""
         best: dict[int, Best] = {}
         for start, stored in rows.key_blocks(segment):
             keys = self._keys(stored)
-            for number, (block, inputs) in enumerate(zip(blocks, quantised, strict=True)):
+            for number, (block, own) in enumerate(zip(blocks, of_blocks, strict=True)):
                 if block.most <= start:
                     continue
                 limits = (block.limits - start).clamp(0, len(stored))
-                scores = self._scores(inputs, keys, limits)
+                scores = self._scores(own, keys, limits)
                 known = best.get(number, (scores[:, :0], limits.new_empty(len(limits), 0)))
-                best[number] = self.kernels.merge_topk(*known, scores, limits, self.topk, start=start, debug=self.debug)
+                best[number] = self.kernels.merge_topk(
+                    *known, scores, limits, self.blocks.topk, start=start, debug=self.debug
+                )
         return [Choice(segment, block.first, block.last, best[number][1]) for number, block in enumerate(blocks)]
 
     def quantised(self, index: IndexInputs) -> IndexInputs:
@@ -188,7 +188,7 @@ class KernelAttention(SparseAttention):
         size = max(1, self.workspace_bytes // (width * self.row_format.latent_width * values.itemsize))
         if choice.rows is None:
             # The view's buffer for fetched rows holds those of so many queries.
-            size = min(size, self.queries.most_rows(width) // width)
+            size = min(size, self.blocks.most_rows(width) // width)
         for first in range(choice.first, choice.last, size):
             last = min(choice.last, first + size)
             positions = choice.positions[first - choice.first : last - choice.first].to(torch.int64)

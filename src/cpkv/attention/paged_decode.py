@@ -71,7 +71,7 @@ class PagedDecode(SparseAttention):
         inputs = self.one_by_one.quantised(index)
         kernels = self.one_by_one.kernels
         scores = kernels.fp8_paged_indexer_scores(inputs.queries, inputs.weights, rows.blocks, self.blocks, self.limits)
-        positions = kernels.exact_topk(scores, self.limits, self.one_by_one.topk, debug=self.one_by_one.debug)
+        positions = kernels.exact_topk(scores, self.limits, self.one_by_one.blocks.topk, debug=self.one_by_one.debug)
         chosen = kernels.chosen_rows(self.pages, positions, page_size=self.page_size, page_rows=self.page_rows)
         return [Choice(0, 0, len(positions), positions, chosen)]
 

@@ -100,7 +100,6 @@ class ForwardPass:
             self.pool.kernels,
             row_format,
             self._costs.queries,
-            topk=model.shape.topk,
             scale=model.shape.softmax_scale,
             compute_dtype=model.compute_dtype,
             value_dtype=model.dtype,
