@@ -47,6 +47,17 @@ def one_at_a_time(kernels: Kernels) -> Kernels:
     return replace(kernels, **{name: locked(value) for name, value in values.items() if callable(value)})
 
 
+def counted(kernels: Kernels, name: str, calls: list[str]) -> Kernels:
+    """The same, with a note of each call of one function."""
+    function = getattr(kernels, name)
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        calls.append(name)
+        return function(*inputs, **options)
+
+    return replace(kernels, **{name: call})
+
+
 def needs_of(model: DsaModel) -> KernelNeeds:
     """What a bfloat16 model needs of kernels."""
     shape = model.shape

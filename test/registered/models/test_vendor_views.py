@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_models import decode_together, load_model, needs_of, one_at_a_time
+from kernel_models import counted, decode_together, load_model, needs_of, one_at_a_time
 from pool_comparison import check_views
 
 from cpkv.config.names import LatentDtype
@@ -57,10 +57,13 @@ def test_vendors_decode_by_page_tables(tmp_path: Path, prompt: Callable) -> None
     prompts = {"a": prompt(3100), "b": prompt(40, 1), "c": prompt(700, 2)}
     vendor = open_kernels(model.device, "vendor", needs_of(model))
     assert vendor.paged_page_size == 64
+    calls: list[str] = []
+    paged = counted(vendor, "sparse_mla_pages", calls)
     runs = [
         decode_together(model, one_at_a_time(kernels), prompts, 64, 1000)
-        for kernels in (vendor, replace(vendor, paged_page_size=None))
+        for kernels in (paged, replace(vendor, paged_page_size=None))
     ]
+    assert len(calls) == model.shape.num_layers
     assert torch.equal(runs[0][0][0], runs[1][0][0])
     for name, logits in runs[1][1].items():
         assert (runs[0][1][name] - logits).norm() < 0.05 * logits.norm()
