@@ -26,7 +26,7 @@ from cpkv.layout.row_format import RowFormat
 from cpkv.pool.page_pool import PagePool
 from cpkv.protocol.messages import Hello, SenderDescription, ToDecode, Welcome
 from cpkv.testing.sample_pool import SAMPLE_POOL
-from cpkv.transfer.backend import Peer, Region, Run, TransferBackend
+from cpkv.transfer.backend import Peer, Region, Run, Runs, TransferBackend
 from cpkv.transfer.backends import open_backend
 from cpkv.transfer.channel import listen
 from cpkv.transfer.decode_link import DecodeLink
@@ -169,7 +169,7 @@ class Sender:
         self._engine = bench.open_engine()
         self._pool = PagePool(bench.geometry, bench.sender_pages + 1)
         fill_random(self._pool, rank)
-        self._noted: list[tuple[Peer, list[Run]]] = []
+        self._noted: list[tuple[Peer, Runs]] = []
         self._order: SendOrder | None = None
         self._submit = self._engine.submit
         self._engine.submit = self._submit_noted  # type: ignore[method-assign]
@@ -204,7 +204,7 @@ class Sender:
 
     def raw(self) -> Interval:
         """Hand the runs of the last page transfer to the engine as one transfer. Its thread has nothing to do now."""
-        return self._timed(self._noted[0][0], [run for _, runs in self._noted for run in runs])
+        return self._timed(self._noted[0][0], Runs.joined([runs for _, runs in self._noted]))
 
     def page_major(self, pages: int) -> Interval:
         """The first `pages` of the last order, a run per page and pool."""
@@ -214,7 +214,7 @@ class Sender:
             spans = [self._pool.page_spans(move.source)[pool] for move in moves]
             places = [region.address + move.target * spans[0].length for move in moves]
             runs += [Run(span.address, place, span.length) for span, place in zip(spans, places, strict=True)]
-        return self._timed(peer, runs)
+        return self._timed(peer, Runs.of(runs))
 
     def layer_major(self, pages: int) -> Interval:
         """As many bytes of as many pages, where both ends keep layer after layer: a run per page, layer and pool."""
@@ -226,11 +226,12 @@ class Sender:
                 source = ours.address + layer * (ours.length // LAYERS)
                 target = theirs.address + layer * (theirs.length // LAYERS)
                 runs += [Run(source + move.source * piece, target + move.target * piece, piece) for move in moves]
-        return self._timed(peer, runs)
+        return self._timed(peer, Runs.of(runs))
 
     def counted(self) -> Counted:
         """What the last page transfer handed to the engine."""
-        runs = [run for _, submitted in self._noted for run in submitted]
+        noted = Runs.joined([submitted for _, submitted in self._noted])
+        runs = noted.part(0, len(noted))
         regions = [Region(span.address, span.length) for span in self._pool.regions()]
         descriptors = tuple(sum(region.holds(run.source, run.length) for run in runs) for region in regions)
         targets = tuple(
@@ -255,11 +256,11 @@ class Sender:
             raise ProtocolError("nothing was sent yet")
         return self._order
 
-    def _submit_noted(self, peer: Peer, runs: Sequence[Run]) -> int:
-        self._noted.append((peer, list(runs)))
+    def _submit_noted(self, peer: Peer, runs: Runs) -> int:
+        self._noted.append((peer, runs))
         return self._submit(peer, runs)
 
-    def _timed(self, peer: Peer, runs: list[Run]) -> Interval:
+    def _timed(self, peer: Peer, runs: Runs) -> Interval:
         def send() -> None:
             status = self._engine.wait(self._submit(peer, runs), PATIENCE_S)
             if status.state != "done":

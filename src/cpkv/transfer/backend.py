@@ -31,9 +31,10 @@ from types import TracebackType
 from typing import ClassVar, Literal, Self
 
 from cpkv.errors import ConfigError, TransferError
-from cpkv.transfer.runs import Peer, Region, Run, listed, merge_runs, place_runs
+from cpkv.transfer.runs import Peer, Region, Run, Runs, listed, place_runs
+from cpkv.transfer.waiting_runs import WaitingRuns
 
-__all__ = ["Peer", "Region", "Run", "TransferBackend", "TransferStatus", "merge_runs"]
+__all__ = ["Peer", "Region", "Run", "Runs", "TransferBackend", "TransferStatus"]
 
 # An idle wait backs off from the first pause to the last: status polls spin a core otherwise. At about 30 us a slice
 # 16 writes outlast the first pause, and shorter ones were slower where the peer shares the machine.
@@ -57,24 +58,11 @@ _DONE = TransferStatus("done")
 class _Transfer:
     transfer_id: int
     session_id: str
-    runs: deque[Run]
+    runs: WaitingRuns
     sources: frozenset[Region]
     submitted: float
     in_flight: int = 0
     cause: str = ""
-
-    def take_write(self, max_runs: int, max_bytes: int) -> list[Run]:
-        """Take what the next write carries off the queue: one run, a part of one, or several short ones."""
-        source, target, length = first = self.runs.popleft()
-        if length > max_bytes:
-            self.runs.appendleft(Run(source + max_bytes, target + max_bytes, length - max_bytes))
-            return [Run(source, target, max_bytes)]
-        write = [first]
-        room = max_bytes - length
-        while self.runs and len(write) < max_runs and self.runs[0].length <= room:
-            write.append(self.runs.popleft())
-            room -= write[-1].length
-        return write
 
 
 @dataclass(eq=False)
@@ -154,7 +142,7 @@ class TransferBackend(abc.ABC):
         self._unregister_memory(region)
         self._regions.remove(region)
 
-    def submit(self, peer: Peer, runs: Sequence[Run]) -> int:
+    def submit(self, peer: Peer, runs: Runs | Sequence[Run]) -> int:
         """Queue `runs` as one transfer to `peer` and return its id.
 
         TransferError, with nothing queued, if a run is empty, its source is not inside ONE region registered here, or
@@ -162,8 +150,8 @@ class TransferBackend(abc.ABC):
         order, so their targets must not overlap. A peer that is not there shows as a failed transfer, not as an error.
         """
         self._refuse_closed("submit")
-        merged, sources = place_runs(self._regions, peer, runs)
-        transfer = _Transfer(self._next_id, peer.session_id, deque(merged), sources, time.monotonic())
+        merged, sources = place_runs(self._regions, peer, Runs.of(runs))
+        transfer = _Transfer(self._next_id, peer.session_id, WaitingRuns(merged), sources, time.monotonic())
         self._next_id += 1
         self._pending[transfer.transfer_id] = transfer
         lane = self._lanes.setdefault(peer.session_id, _Lane())
@@ -313,11 +301,11 @@ class TransferBackend(abc.ABC):
                 self._finish(transfer)
                 moved = True
                 continue
-            runs = [transfer.runs[0]]
+            runs = transfer.runs.first(1)
             try:
                 if not self._contact(transfer.session_id, transfer.submitted):
                     break
-                runs = transfer.take_write(self.max_runs_per_write, self.max_bytes_per_write)
+                runs = transfer.runs.take_write(self.max_runs_per_write, self.max_bytes_per_write)
                 handle = self._submit_runs(transfer.session_id, runs)
             except TransferError as error:
                 self._note_failure(transfer, f"{error} ({_described(runs, transfer.session_id)})")

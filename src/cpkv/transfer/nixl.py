@@ -30,7 +30,6 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from itertools import islice
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -234,7 +233,7 @@ class NixlBackend(TransferBackend):
 
     def _knows_targets(self, session_id: str, remote: _Remote, metadata: Metadata) -> bool:
         """Whether the peer says that the next write's targets are registered; it is asked once if it did not say so."""
-        runs = islice(self._lanes[session_id].queue[0].runs, self.max_runs_per_write)
+        runs = self._lanes[session_id].queue[0].runs.first(self.max_runs_per_write)
         missing = next(
             (run for run in runs if not any(r.holds(run.target, run.length) for r in metadata.regions)), None
         )

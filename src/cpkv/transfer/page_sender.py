@@ -26,7 +26,7 @@ from cpkv.protocol.attempts import EndedAttempts
 from cpkv.protocol.messages import PagesSent, PagesTaken, TransferTarget
 from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.report_link import ReportLink
-from cpkv.transfer.runs import Peer, Region, Run, page_runs
+from cpkv.transfer.runs import Peer, Region, Runs
 
 PART_BYTES = 64 << 20
 # The engine has the next part when it ends one, so that it never runs dry.
@@ -307,10 +307,13 @@ class PageSender:
             )
         peer = Peer(target.session_id, tuple(Region(region.address, region.length) for region in target.regions))
         sources, targets = [move.source for move in moves], [move.target for move in moves]
-        runs: list[Run] = []
         # Region by region, so that neighbouring pages can be merged into one write.
-        for span, region in zip(self._first_page, target.regions, strict=True):
-            runs += page_runs(span.address, sources, region.address, targets, span.length)
+        runs = Runs.joined(
+            [
+                Runs.of_pages(span.address, sources, region.address, targets, span.length)
+                for span, region in zip(self._first_page, target.regions, strict=True)
+            ]
+        )
         digests = tuple(map(self._pool.page_digest, sources)) if self._digest_pages else ()
         job.writes[self._backend.submit(peer, runs)] = _Part(moves, digests)
 

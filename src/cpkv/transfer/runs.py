@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import NamedTuple
+
+import numpy as np
 
 from cpkv.errors import ConfigError, TransferError
 
@@ -53,87 +55,149 @@ class Run(NamedTuple):
 _run_of: Callable[[Iterable[int]], Run] = partial(tuple.__new__, Run)
 
 
-def page_runs(source: int, sources: Sequence[int], target: int, targets: Sequence[int], length: int) -> list[Run]:
-    """A run of `length` bytes for each page: from place `sources[i]` behind `source` to `targets[i]` behind `target`.
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Many runs as columns: thousands of pages leave at once, and what an object for each costs shows.
 
-    Places count pages: page p lies p * length bytes behind its base.
+    Attributes:
+        sources: int64 [n] addresses here.
+        targets: int64 [n] addresses at the peer.
+        lengths: int64 [n] bytes.
     """
-    here = [source + page * length for page in sources]
-    there = [target + page * length for page in targets]
-    return list(map(_run_of, zip(here, there, repeat(length, len(here)), strict=True)))
+
+    sources: np.ndarray
+    targets: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Runs | Sequence[Run]) -> Runs:
+        """The same runs as columns.
+
+        Raises:
+            TransferError: a number does not fit in 64 bits.
+        """
+        if isinstance(runs, Runs):
+            return runs
+        with _numbers_that_fit():
+            return cls(*np.array(runs, dtype=np.int64).reshape(-1, 3).T)
+
+    @classmethod
+    def of_pages(cls, source: int, sources: Sequence[int], target: int, targets: Sequence[int], length: int) -> Runs:
+        """A run of `length` bytes a page: from place `sources[i]` behind `source` to `targets[i]` behind `target`.
+
+        Places count pages: page p lies p * length bytes behind its base.
+
+        Raises:
+            TransferError: a number does not fit in 64 bits.
+        """
+        with _numbers_that_fit():
+            here, there = np.array([sources, targets], dtype=np.int64) * length
+            return cls(source + here, target + there, np.full(len(here), length))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Runs]) -> Runs:
+        """The runs of all parts, in order."""
+        columns = ([part.sources for part in parts], [part.targets for part in parts], [part.lengths for part in parts])
+        return cls(*map(np.concatenate, columns))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> Run:
+        return _run_of((int(self.sources[number]), int(self.targets[number]), int(self.lengths[number])))
+
+    def part(self, first: int, last: int) -> list[Run]:
+        """Runs `first` to `last` - 1, fewer at the end."""
+        columns = (column[first:last].tolist() for column in (self.sources, self.targets, self.lengths))
+        return list(map(_run_of, zip(*columns, strict=True)))
 
 
-def merge_runs(runs: Sequence[Run], limit_bytes: int = 1 << 20) -> list[Run]:
+@contextmanager
+def _numbers_that_fit() -> Iterator[None]:
+    try:
+        yield
+    except OverflowError as error:
+        raise TransferError(
+            f"an address or a length of a run does not fit in 64 bits ({error}); take both from the peer's handshake"
+        ) from error
+
+
+def merge_runs(runs: Runs, limit_bytes: int = 1 << 20, *, apart: np.ndarray | None = None) -> Runs:
     """Join neighbours that touch in source AND target, into runs of at most `limit_bytes`.
 
     Order and bytes are conserved; a run that is longer than the limit to begin with stays whole. A write costs about
     30 us over TCP whatever its size up to 64 KiB, which is why runs of 8 pages move four times as fast as single ones.
+
+    Args:
+        runs: none of them empty.
+        limit_bytes: of a merged run.
+        apart: bool [n - 1] neighbours that must not be merged, though they touch; None for none.
     """
     if limit_bytes < 1:
         raise ConfigError(f"limit_bytes is {limit_bytes}: a merged run needs room for 1 byte or more")
-    merged: list[Run] = []
-    first = Run(0, 0, 0)
-    source_end = target_end = length = 0
-    for run in runs:
-        source, target, more = run
-        if source == source_end and target == target_end and length + more <= limit_bytes:
-            length += more
-        else:
-            # Most runs of scattered pages touch nothing, and making a run costs as much as looking at two.
-            if length:
-                merged.append(first if length == first.length else Run(first.source, first.target, length))
-            first, length = run, more
-        source_end, target_end = source + more, target + more
-    if length:
-        merged.append(first if length == first.length else Run(first.source, first.target, length))
-    return merged
+    if len(runs) < 2:
+        return runs
+    gap = runs.sources[1:] != runs.sources[:-1] + runs.lengths[:-1]
+    gap |= runs.targets[1:] != runs.targets[:-1] + runs.lengths[:-1]
+    if apart is not None:
+        gap |= apart
+    if gap.all():
+        return runs
+    ends = np.cumsum(runs.lengths)
+    first = np.concatenate([[True], gap])
+    firsts = np.flatnonzero(first)
+    lasts = np.append(firsts[1:], len(runs)) - 1
+    too_long = ends[lasts] - ends[firsts] + runs.lengths[firsts] > limit_bytes
+    for begin, last in zip(firsts[too_long].tolist(), lasts[too_long].tolist(), strict=True):
+        # From each first run on as many as fit; one that is too long by itself is alone.
+        while begin <= last:
+            first[begin] = True
+            fit = int(np.searchsorted(ends, ends[begin] - runs.lengths[begin] + limit_bytes, "right"))
+            begin = max(fit, begin + 1)
+    begins = np.flatnonzero(first)
+    return Runs(runs.sources[begins], runs.targets[begins], np.add.reduceat(runs.lengths, begins))
 
 
-def place_runs(regions: Sequence[Region], peer: Peer, runs: Sequence[Run]) -> tuple[list[Run], frozenset[Region]]:
+def place_runs(regions: Sequence[Region], peer: Peer, runs: Runs) -> tuple[Runs, frozenset[Region]]:
     """Find each run inside ONE of `regions` here and ONE region of `peer`; return them merged, and the regions read.
 
     TransferError names the first run that is empty or lies outside, with its bounds and those of the regions.
     """
-    merged: list[Run] = []
-    sources: set[Region] = set()
-    here = there = Region(0, 0)
-    begun = 0
-    for number, (source, target, length) in enumerate(runs):
-        # Thousands of runs share a pair of regions, and this check is what a transfer waits for before it starts.
-        inside = here.address <= source and source + length <= here.end
-        if inside and there.address <= target and target + length <= there.end and length > 0:
-            continue
-        # Runs are merged within one pair of regions only: a write over a seam would need two memory keys.
-        merged.extend(merge_runs(runs[begun:number]))
-        begun = number
-        here, there = _place(regions, peer, runs[number], f"run {number} of {len(runs)}")
-        sources.add(here)
-    merged.extend(merge_runs(runs[begun:]))
-    return merged, frozenset(sources)
+    with _numbers_that_fit():
+        here = _holders(regions, runs.sources, runs.lengths)
+        there = _holders(peer.regions, runs.targets, runs.lengths)
+    wrong = (here < 0) | (there < 0) | (runs.lengths < 1)
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise _misplaced(regions, peer, runs[number], f"run {number} of {len(runs)}")
+    # Runs are merged within one pair of regions only: a write over a seam would need two memory keys.
+    seam = (here[1:] != here[:-1]) | (there[1:] != there[:-1])
+    return merge_runs(runs, apart=seam), frozenset(regions[number] for number in np.unique(here).tolist())
 
 
-def _place(regions: Sequence[Region], peer: Peer, run: Run, name: str) -> tuple[Region, Region]:
-    """The regions that hold a run's source here and its target at the peer."""
+def _holders(regions: Sequence[Region], addresses: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The first region that holds each run, by number; -1 where none does."""
+    found = np.full(len(addresses), -1)
+    for number, region in reversed(list(enumerate(regions))):
+        # From the region's end, since the end of a run that is none may not fit in 64 bits.
+        found[(addresses >= region.address) & (addresses <= region.end - lengths)] = number
+    return found
+
+
+def _misplaced(regions: Sequence[Region], peer: Peer, run: Run, name: str) -> TransferError:
+    """Why a run cannot be written."""
     if run.length < 1:
-        raise TransferError(f"{name} has {run.length} bytes; leave empty runs out")
-    source = _holder(regions, run.source, run.length)
-    if source is None:
-        raise TransferError(
+        return TransferError(f"{name} has {run.length} bytes; leave empty runs out")
+    if not any(region.holds(run.source, run.length) for region in regions):
+        return TransferError(
             f"{name} reads {Region(run.source, run.length)}, which is not inside one region that is registered "
             f"here ({listed(regions)}); register that memory, or end the run with its region"
         )
-    target = _holder(peer.regions, run.target, run.length)
-    if target is None:
-        raise TransferError(
-            f"{name} writes {Region(run.target, run.length)}, which is not inside one region that peer "
-            f"{peer.session_id} registered ({listed(peer.regions)}); take the target from its handshake, or end "
-            "the run with its region"
-        )
-    return source, target
-
-
-def _holder(regions: Sequence[Region], address: int, length: int) -> Region | None:
-    return next((region for region in regions if region.holds(address, length)), None)
+    return TransferError(
+        f"{name} writes {Region(run.target, run.length)}, which is not inside one region that peer "
+        f"{peer.session_id} registered ({listed(peer.regions)}); take the target from its handshake, or end "
+        "the run with its region"
+    )
 
 
 def listed(regions: Sequence[Region]) -> str:

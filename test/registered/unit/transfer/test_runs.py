@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cpkv.errors import ConfigError, TransferError
 from cpkv.testing.registration import register_cpu_ci
-from cpkv.transfer.runs import Peer, Region, Run, merge_runs, page_runs, place_runs
+from cpkv.transfer.runs import Peer, Region, Run, Runs, merge_runs, place_runs
+from cpkv.transfer.waiting_runs import WaitingRuns
 
 register_cpu_ci(est_time=3, suite="unit")
 
@@ -33,13 +34,28 @@ def run_lists(draw: st.DrawFn) -> list[Run]:
     return runs
 
 
+def merged_runs(runs: list[Run], limit: int = 1 << 20) -> list[Run]:
+    return listed(merge_runs(Runs.of(runs), limit))
+
+
+def placed_runs(regions: tuple[Region, ...], peer: Peer, runs: list[Run]) -> tuple[list[Run], frozenset[Region]]:
+    placed, sources = place_runs(regions, peer, Runs.of(runs))
+    return listed(placed), sources
+
+
+def listed(runs: Runs) -> list[Run]:
+    made = runs.part(0, len(runs))
+    assert all(type(run) is Run and {type(number) for number in run} == {int} for run in made)
+    return made
+
+
 def bytes_moved(runs: list[Run]) -> list[tuple[int, int]]:
     return [(run.source + i, run.target + i) for run in runs for i in range(run.length)]
 
 
 @given(run_lists(), st.integers(1, 200))
 def test_merging_conserves_every_byte_its_order_and_its_limit(runs: list[Run], limit: int) -> None:
-    merged = merge_runs(runs, limit)
+    merged = merged_runs(runs, limit)
     assert bytes_moved(merged) == bytes_moved(runs)
     longest = max((run.length for run in runs), default=0)
     assert all(run.length <= max(limit, longest) for run in merged)
@@ -51,47 +67,59 @@ def test_merging_conserves_every_byte_its_order_and_its_limit(runs: list[Run], l
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=20), st.integers(1, 1 << 20))
 def test_a_page_lies_as_many_lengths_behind_its_base_as_its_place_says(pages: list[tuple[int, int]], size: int) -> None:
-    runs = page_runs(1 << 40, [here for here, _ in pages], 1 << 41, [there for _, there in pages], size)
-    assert runs == [Run((1 << 40) + here * size, (1 << 41) + there * size, size) for here, there in pages]
-    assert all(type(run) is Run for run in runs)
+    runs = Runs.of_pages(1 << 40, [here for here, _ in pages], 1 << 41, [there for _, there in pages], size)
+    assert listed(runs) == [Run((1 << 40) + here * size, (1 << 41) + there * size, size) for here, there in pages]
 
 
 def test_as_many_pages_must_be_read_as_are_written() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        page_runs(0, [1, 2], 0, [1], 64)
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        Runs.of_pages(0, [1, 2], 0, [1], 64)
+
+
+def test_numbers_beyond_64_bits_are_refused() -> None:
+    with pytest.raises(TransferError, match="does not fit in 64 bits"):
+        Runs.of([Run(0x1000, 1 << 63, 16)])
+    with pytest.raises(TransferError, match="does not fit in 64 bits"):
+        Runs.of_pages(0x1000, [1], 1 << 63, [1], 64)
+    with pytest.raises(TransferError, match="does not fit in 64 bits"):
+        place_runs(HERE, Peer("far", (Region(1 << 63, 64),)), Runs.of([GOOD]))
+    # Beyond the last address a sum of 64 bits begins anew, and must not be taken for one inside a region.
+    far = Runs.of_pages(0x1000, [0], (1 << 63) - 64, [0x1401], 64)
+    with pytest.raises(TransferError, match="writes"):
+        place_runs(HERE, THERE, far)
 
 
 def test_pages_that_follow_each_other_become_one_run() -> None:
     pages = [Run(0x1000 + i * 64, 0x50000 + i * 64, 64) for i in range(8)]
-    assert merge_runs(pages) == [Run(0x1000, 0x50000, 512)]
-    assert [run.length for run in merge_runs(pages, limit_bytes=192)] == [192, 192, 128]
+    assert merged_runs(pages) == [Run(0x1000, 0x50000, 512)]
+    assert [run.length for run in merged_runs(pages, 192)] == [192, 192, 128]
 
 
 @pytest.mark.parametrize("step", [(0, 1), (1, 0), (-1, -1)], ids=["target gap", "source gap", "overlap"])
 def test_runs_that_touch_at_one_end_only_stay_apart(step: tuple[int, int]) -> None:
     runs = [Run(1000, 5000, 100), Run(1100 + step[0], 5100 + step[1], 100)]
-    assert merge_runs(runs) == runs
+    assert merged_runs(runs) == runs
 
 
 def test_a_limit_below_one_byte_is_refused() -> None:
     with pytest.raises(ConfigError, match="limit_bytes is 0"):
-        merge_runs([], 0)
+        merged_runs([], 0)
 
 
 def test_runs_over_the_seam_of_two_regions_stay_apart() -> None:
     # 0x1000..0x2000 and 0x2000..0x2800 are neighbours in memory but two registrations, and likewise at the peer.
     runs = [Run(0x1F00, 0x50000, 0x100), Run(0x2000, 0x50100, 0x100), Run(0x2100, 0x50200, 0x100)]
-    merged, sources = place_runs(HERE, THERE, runs)
+    merged, sources = placed_runs(HERE, THERE, runs)
     assert merged == [Run(0x1F00, 0x50000, 0x100), Run(0x2000, 0x50100, 0x200)]
     assert sources == {HERE[0], HERE[1]}
     at_peer = [Run(0x1000, 0x51FF0, 0x10), Run(0x1010, 0x52000, 0x10)]
-    assert place_runs(HERE, THERE, at_peer) == (at_peer, frozenset({HERE[0]}))
+    assert placed_runs(HERE, THERE, at_peer) == (at_peer, frozenset({HERE[0]}))
 
 
 @given(st.lists(st.tuples(st.integers(0, 0xFFF), st.integers(0, 0x1FFF), st.integers(1, 0x40)), max_size=40))
 def test_placing_conserves_every_byte(pieces: list[tuple[int, int, int]]) -> None:
     runs = [Run(0x1000 + s, 0x50000 + t, min(n, 0x1000 - s, 0x2000 - t)) for s, t, n in pieces]
-    merged, _ = place_runs(HERE, THERE, runs)
+    merged, _ = placed_runs(HERE, THERE, runs)
     assert bytes_moved(merged) == bytes_moved(runs)
 
 
@@ -115,20 +143,46 @@ GOOD = Run(0x1000, 0x50000, 0x10)
 )
 def test_a_run_outside_one_region_is_refused_with_its_numbers(run: Run, says: str) -> None:
     with pytest.raises(TransferError, match=says):
-        place_runs(HERE, THERE, [GOOD, GOOD, run])
+        placed_runs(HERE, THERE, [GOOD, GOOD, run])
 
 
 def test_a_peer_or_a_sender_without_regions_takes_nothing() -> None:
     with pytest.raises(TransferError, match=r"registered here \(none\)"):
-        place_runs((), THERE, [GOOD])
+        placed_runs((), THERE, [GOOD])
     with pytest.raises(TransferError, match=r"peer empty registered \(none\)"):
-        place_runs(HERE, Peer("empty", ()), [GOOD])
+        placed_runs(HERE, Peer("empty", ()), [GOOD])
+
+
+@given(run_lists(), st.integers(1, 4), st.integers(1, 60))
+def test_writes_carry_every_byte_in_order_and_no_more_than_they_may(
+    runs: list[Run], max_runs: int, max_bytes: int
+) -> None:
+    waiting = WaitingRuns(Runs.of(runs))
+    writes = []
+    while waiting:
+        ahead = waiting.first(2)
+        writes.append(waiting.take_write(max_runs, max_bytes))
+        assert writes[-1][0].source == ahead[0].source
+    assert bytes_moved([run for write in writes for run in write]) == bytes_moved(runs)
+    assert all(len(write) <= max_runs and sum(run.length for run in write) <= max_bytes for write in writes)
+
+
+def test_thousands_of_runs_wait_in_order() -> None:
+    runs = [Run(2 * number, 3 * number, 1) for number in range(5000)]
+    waiting = WaitingRuns(Runs.of(runs))
+    assert waiting.first(3000) == runs[:3000]
+    taken: list[Run] = []
+    while len(taken) < 4000:
+        taken += waiting.take_write(1000, 700)
+    assert taken == runs[: len(taken)]
+    waiting.clear()
+    assert not waiting and waiting.first(1) == []
 
 
 def test_a_message_names_four_regions_and_counts_the_rest() -> None:
     many = [Region(0x100000 * i, 16) for i in range(1, 8)]
     with pytest.raises(TransferError, match=r"0x400000, 0x400010\) of 16 bytes and 3 more"):
-        place_runs(many, THERE, [GOOD])
+        placed_runs(many, THERE, [GOOD])
 
 
 @pytest.mark.parametrize("module", ["cpkv.transfer", "cpkv.transfer.backend", "cpkv.transfer.mooncake"])
