@@ -72,7 +72,10 @@ class WorkerSet:
         doing = type(next(iter(commands.values()))).__name__
         try:
             return self._call(commands, doing, timeout_s)
-        except CpkvError:
+        except CpkvError as error:
+            if self._broken:
+                # Later calls name what came first too, and not the connection that broke by it.
+                self._broken = str(error)
             raise
         except BaseException:
             self._broken = f"{doing} was interrupted, and replies to it may still come"

@@ -144,6 +144,19 @@ def test_a_death_is_the_cause_of_what_the_others_say(watched: WorkerSet, workers
         WorkerDiedError, match=r"^prefill rank 1 was killed by signal 9 \(SIGKILL\) \(during RunBatch\)$"
     ):
         ask_ranks(watched, workers)
+    with pytest.raises(WorkerDiedError, match=r"any more: prefill rank 1 was killed by signal 9 \(SIGKILL\).*; start an"):
+        ask_ranks(watched, workers, ClosePool())
+
+
+def test_a_connection_that_broke_by_a_death_is_not_the_cause_of_what_comes_later(
+    watched: WorkerSet, workers: list[Puppet]
+) -> None:
+    workers[1].die("was killed by signal 9 (SIGKILL)")
+    killed = r"prefill rank 1 was killed by signal 9 \(SIGKILL\) \(during ClosePool\)"
+    with pytest.raises(WorkerDiedError, match=f"^{killed}$"):
+        ask_ranks(watched, workers, ClosePool())
+    with pytest.raises(WorkerDiedError, match=f"^the group cannot be used any more: {killed}; start another$"):
+        ask_ranks(watched, workers)
 
 
 def test_a_cause_that_was_told_before_the_death_stands(watched: WorkerSet, workers: list[Puppet]) -> None:
