@@ -256,8 +256,8 @@ class Sender:
             raise ProtocolError("nothing was sent yet")
         return self._order
 
-    def _submit_noted(self, peer: Peer, runs: Runs) -> int:
-        self._noted.append((peer, runs))
+    def _submit_noted(self, peer: Peer, runs: Runs | Sequence[Run]) -> int:
+        self._noted.append((peer, Runs.of(runs)))
         return self._submit(peer, runs)
 
     def _timed(self, peer: Peer, runs: Runs) -> Interval:

@@ -144,7 +144,7 @@ def test_a_death_is_the_cause_of_what_the_others_say(watched: WorkerSet, workers
         WorkerDiedError, match=r"^prefill rank 1 was killed by signal 9 \(SIGKILL\) \(during RunBatch\)$"
     ):
         ask_ranks(watched, workers)
-    with pytest.raises(WorkerDiedError, match=r"any more: prefill rank 1 was killed by signal 9 \(SIGKILL\).*; start an"):
+    with pytest.raises(WorkerDiedError, match=r"any more: prefill rank 1 was killed by signal 9 \(SIGKILL\)"):
         ask_ranks(watched, workers, ClosePool())
 
 
