@@ -67,8 +67,7 @@ class WorkerSet:
             CpkvError: the first cause that any of them reports, as its own type.
             WorkerDiedError: a worker died, asked or not, or did not answer in time.
         """
-        if self._broken:
-            raise WorkerDiedError(f"the group cannot be used any more: {self._broken}; start another")
+        self._refuse_broken()
         doing = type(next(iter(commands.values()))).__name__
         try:
             return self._call(commands, doing, timeout_s)
@@ -80,6 +79,10 @@ class WorkerSet:
         except BaseException:
             self._broken = f"{doing} was interrupted, and replies to it may still come"
             raise
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise WorkerDiedError(f"the group cannot be used any more: {self._broken}; start another")
 
     def _call(
         self, commands: Mapping[WorkerHandle, Any], doing: str, timeout_s: float | None
