@@ -230,8 +230,7 @@ class Sender:
 
     def counted(self) -> Counted:
         """What the last page transfer handed to the engine."""
-        noted = Runs.joined([submitted for _, submitted in self._noted])
-        runs = noted.part(0, len(noted))
+        runs = Runs.joined([submitted for _, submitted in self._noted]).as_list()
         regions = [Region(span.address, span.length) for span in self._pool.regions()]
         descriptors = tuple(sum(region.holds(run.source, run.length) for run in runs) for region in regions)
         targets = tuple(

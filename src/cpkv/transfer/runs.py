@@ -106,9 +106,9 @@ class Runs:
     def __getitem__(self, number: int) -> Run:
         return _run_of((int(self.sources[number]), int(self.targets[number]), int(self.lengths[number])))
 
-    def part(self, first: int, last: int) -> list[Run]:
-        """Runs `first` to `last` - 1, fewer at the end."""
-        columns = (column[first:last].tolist() for column in (self.sources, self.targets, self.lengths))
+    def as_list(self) -> list[Run]:
+        """Each as a run."""
+        columns = (self.sources.tolist(), self.targets.tolist(), self.lengths.tolist())
         return list(map(_run_of, zip(*columns, strict=True)))
 
 

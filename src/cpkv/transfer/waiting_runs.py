@@ -1,17 +1,12 @@
-"""Runs of one transfer that wait to be handed to the engine, write by write.
-
-columns of all runs -> the next thousand as runs -> writes: one run, a part of one, or several short ones
-"""
+"""Runs of one transfer that wait to be handed to the engine, write by write: one run, a part of one, or several."""
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import islice
+from bisect import bisect_right
+
+import numpy as np
 
 from cpkv.transfer.runs import Run, Runs
-
-# Runs that are made of columns at a time.
-_BLOCK = 1024
 
 
 class WaitingRuns:
@@ -22,40 +17,29 @@ class WaitingRuns:
     """
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._made = 0
-        self._next: deque[Run] = deque()
+        self._runs = runs.as_list()
+        # Bytes of all runs up to the end of each.
+        self._ends = np.cumsum(runs.lengths).tolist()
+        self._next = 0
 
     def __len__(self) -> int:
-        return len(self._next) + len(self._runs) - self._made
+        return len(self._runs) - self._next
 
     def first(self, count: int) -> list[Run]:
         """The next runs, at most `count`, which stay."""
-        self._fill(count)
-        return list(islice(self._next, count))
+        return self._runs[self._next : self._next + count]
 
     def take_write(self, max_runs: int, max_bytes: int) -> list[Run]:
         """Take what the next write carries: one run, a part of one, or several short ones."""
-        self._fill(max_runs)
-        source, target, length = first = self._next.popleft()
+        first = self._next
+        source, target, length = self._runs[first]
         if length > max_bytes:
-            self._next.appendleft(Run(source + max_bytes, target + max_bytes, length - max_bytes))
+            self._runs[first] = Run(source + max_bytes, target + max_bytes, length - max_bytes)
             return [Run(source, target, max_bytes)]
-        write = [first]
-        room = max_bytes - length
-        while self._next and len(write) < max_runs and self._next[0].length <= room:
-            write.append(self._next.popleft())
-            room -= write[-1].length
-        return write
+        fit = self._ends[first] - length + max_bytes
+        self._next = bisect_right(self._ends, fit, first + 1, min(first + max_runs, len(self._ends)))
+        return self._runs[first : self._next]
 
     def clear(self) -> None:
         """Drop them all."""
-        self._next.clear()
-        self._made = len(self._runs)
-
-    def _fill(self, count: int) -> None:
-        """Have `count` runs at hand, or all that are left."""
-        while len(self._next) < count and self._made < len(self._runs):
-            last = min(self._made + _BLOCK, len(self._runs))
-            self._next += self._runs.part(self._made, last)
-            self._made = last
+        self._next = len(self._runs)

@@ -44,7 +44,7 @@ def placed_runs(regions: tuple[Region, ...], peer: Peer, runs: list[Run]) -> tup
 
 
 def listed(runs: Runs) -> list[Run]:
-    made = runs.part(0, len(runs))
+    made = runs.as_list()
     assert all(type(run) is Run and {type(number) for number in run} == {int} for run in made)
     return made
 
