@@ -46,10 +46,13 @@ sim: setup  ## 100,000 random schedules of transfers over a hostile network; ARG
 fuzz: setup  ## 100,000 malformed and hostile inputs to a control socket
 	@$(PY) test/fuzz_control_socket.py --inputs 100000 $(ARGS)
 
-FAULTS = $(PY) test/inject_faults.py --transfer all --stop-s 20
-faults: setup  ## Kill, stop and cut off workers of every back end, without a model and with the engine (an hour)
-	@$(FAULTS) --requests 2000 --kills-prefill 100 --kills-decode 100 --aborts 1000 --stops 5 --hiccups 200 --cut-offs 10 $(ARGS)
-	@$(FAULTS) --engine --requests 200 --kills-prefill 10 --kills-decode 10 --aborts 100 --stops 1 --hiccups 10 $(ARGS)
+FAULTS = $(PY) test/inject_faults.py --stop-s 20
+FULL = --requests 2000 --kills-prefill 100 --kills-decode 100 --aborts 1000 --stops 5
+TENTH = --requests 200 --kills-prefill 10 --kills-decode 10 --aborts 100 --stops 1
+faults: setup  ## Kill, stop and cut off workers of every back end, without a model and with the engine (three hours)
+	@$(FAULTS) --transfer all $(FULL) --hiccups 200 --cut-offs 10 $(ARGS)
+	@$(FAULTS) --transfer all --engine $(TENTH) --hiccups 10 $(ARGS)
+	@$(FAULTS) --transfer tcp --engine $(FULL) --hiccups 10 $(ARGS)
 
 clean:  ## Remove .venv, caches and build output
 	rm -rf .venv .venv.lock build dist out src/*.egg-info

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from multi_gpu_forecast import NO_PREFETCH
+from view_group import NO_PREFETCH, PAGE_SIZE, chunk_ids, chunk_plan, timed
 
 from cpkv.comm.communicator import Communicator
-from cpkv.config.names import LatentDtype, ViewName
+from cpkv.comm.mailbox import HALVES
+from cpkv.config.names import DeviceName, LatentDtype
 from cpkv.engine.forward import BatchResult, BatchTrace, ForwardPass
-from cpkv.layout.placement import PagePlacement
-from cpkv.layout.plan import BatchPlan, BatchSpec, Segment
+from cpkv.engine.rank_group import MAILBOX_BYTES
+from cpkv.layout.plan import BatchPlan
 from cpkv.layout.pool_geometry import PoolGeometry
 from cpkv.layout.view_costs import BatchSizes, ViewCosts, ViewOptions
 from cpkv.model.dsa_model import DsaModel
@@ -30,7 +31,6 @@ from cpkv.pool.unified_pool import UnifiedPool
 from cpkv.views.counters import ViewCounters
 from cpkv.views.scratch import Scratch
 
-PAGE_SIZE = 64
 SECRET = "benchmark"
 FILL_PAGES = 256
 # Weights, activations, scores and copies of chosen rows, groups of NCCL, CUDA itself.
@@ -42,25 +42,47 @@ class Job(NamedTuple):
 
     Attributes:
         cp_size: rank processes.
-        cards: GPUs that they take in turn.
-        folder: with checkpoint and weights; sockets and results come here.
+        cards: GPUs that they take in turn; 1 for the CPU.
+        device: where pages and model are.
+        folder: with checkpoints and weights; sockets and results come here.
         histories: tokens of history, ascending.
+        check_history: tokens of history when bits are compared.
         chunk: tokens of a chunk, over all ranks.
         latent_dtype: of stored rows.
         rounds: pairs of a view and `replicated`.
         other_rounds: pairs of `full` and `blocked`, which have no limit.
+        least_bytes: moved in one measurement of a rate: the ranks do not start at the same microsecond.
+        recall: the recall model's prompt, the answers behind it but for the last.
+        answers: what it must say at the end of the prompt and behind each of these.
         started: the clock of the host when the command began.
     """
 
     cp_size: int
     cards: int
+    device: DeviceName
     folder: Path
     histories: tuple[int, ...]
+    check_history: int
     chunk: int
     latent_dtype: LatentDtype
     rounds: int
     other_rounds: int
+    least_bytes: int
+    recall: tuple[int, ...]
+    answers: tuple[int, ...]
     started: float
+
+    @property
+    def link(self) -> str:
+        """What memory of the device moves by between ranks; see `cpkv.engine.rank_group`."""
+        if self.device == "cpu":
+            return "gloo"
+        return "NCCL" if self.cards == self.cp_size else "mailboxes"
+
+    @property
+    def piece_bytes(self) -> int | None:
+        """Bytes of a rank that an all-gather moves at once; None for all that there are."""
+        return MAILBOX_BYTES // HALVES if self.link == "mailboxes" else None
 
 
 @dataclass
@@ -96,25 +118,32 @@ class Rank:
         """A new one, that grows to what it is asked for."""
         return Scratch(device=self.shared.device)
 
-    def plan(self, view: str, history: int) -> BatchPlan:
+    def plan(self, view: str, history: int, ids: Sequence[int] = ()) -> BatchPlan:
         """One request's chunk behind `history` tokens."""
-        name: ViewName = "mixed" if view == NO_PREFETCH else view  # type: ignore[assignment]
-        placement = PagePlacement(PAGE_SIZE, 1 if view == "replicated" else self.comm.size)
-        first = placement.reserved_pages
-        pages = tuple(range(first, first + placement.pages_for(history + self.job.chunk)))
-        ids = tuple(token * 31 % 500 for token in range(self.job.chunk))
-        spec = BatchSpec(0, (Segment("bench", history, ids, pages, True),), "zigzag", name)
-        return BatchPlan.build(spec, placement, self.comm.size)
+        return chunk_plan(view, history, tuple(ids) or chunk_ids(self.job.chunk), self.comm.size)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.shared.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Run something on every rank at once; the seconds of the slowest, its device's work included."""
+        return timed(self.comm, work, self.settle)
 
     def run(
-        self, view: str, history: int, scratch: Scratch, trace: BatchTrace | None = None
+        self, view: str, history: int, scratch: Scratch, trace: BatchTrace | None = None, ids: Sequence[int] = ()
     ) -> tuple[BatchResult, float, ViewCounters]:
         """One chunk: its result, the seconds of the slowest rank, and what it cost this one."""
         options = self.costs(view).options
         forward = ForwardPass(self.model, self.pool(view), self.comm, ViewCounters(), scratch, options=options)
-        plan = self.plan(view, history)
-        seconds, result = timed(self.comm, lambda: forward.run(plan, trace))
+        plan = self.plan(view, history, ids)
+        seconds, result = self.timed(lambda: forward.run(plan, trace))
         return result, seconds, forward.counters
+
+    def everywhere(self, fact: bool, label: str) -> bool:
+        """Whether it holds on every rank."""
+        return bool(self.comm.all_gather(torch.tensor([fact]), label).all())
 
 
 def view_costs(model: DsaModel, geometry: PoolGeometry, options: ViewOptions) -> ViewCosts:
@@ -126,6 +155,8 @@ def what_fits(
     comm: Communicator, model: DsaModel, geometry: PoolGeometry, job: Job
 ) -> tuple[list[int], dict[str, str]]:
     """Histories whose pools and scratch fit the fullest card, and why the others do not, by history."""
+    if job.device == "cpu":
+        return list(job.histories), {}
     on_card = -(-job.cp_size // job.cards)
     free = torch.tensor([torch.cuda.mem_get_info()[0] // on_card])
     # Nobody takes memory before all have looked.
@@ -180,7 +211,7 @@ def fill_history(ours: Rank) -> None:
         ):
             replicated[first + 1 : first + 1 + count] = contents
             shared[local : local + own] = contents[own_first::cp_size]
-    torch.cuda.synchronize()
+    ours.settle()
     ours.comm.barrier("the history is there")
 
 
@@ -200,17 +231,6 @@ def page_contents(ours: Rank, pages: int, seed: int) -> tuple[torch.Tensor, torc
     # A block has its keys first and their scales behind.
     index = torch.cat([part.reshape(pages, slots, -1) for part in (keys[:, :width], keys[:, width:])], dim=2)
     return latent.view(pages, geometry.num_layers, PAGE_SIZE, -1), index
-
-
-def timed(comm: Communicator, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Run something on every rank at once; the seconds of the slowest, its device's work included."""
-    torch.cuda.synchronize()
-    comm.barrier("start")
-    started = time.perf_counter()
-    result = work()
-    torch.cuda.synchronize()
-    seconds = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-    return float(comm.all_gather(seconds, "seconds").max()), result
 
 
 def median(values: list[float]) -> float:

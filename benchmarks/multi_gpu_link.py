@@ -1,4 +1,4 @@
-"""The link between ranks: a probe of it, and the page gather of `mixed` against what it consists of."""
+"""The links between ranks: a probe of them, and the page gather of `mixed` against what it consists of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from multi_gpu_group import Rank, median, timed
+from multi_gpu_forecast import Links
+from multi_gpu_group import Rank, median
 from paired_ratio import alternate, paired_ratio
 
 from cpkv.layout.view_costs import ViewOptions
@@ -17,9 +18,10 @@ from cpkv.views.gathered import MixedView
 from cpkv.views.view import ViewContext
 
 PROBE_BYTES = 256 << 20
+# A rank's part of an all-gather: as much as mailboxes move at once, and hardly anything.
+PART_BYTES = 32 << 20
+FEW_BYTES = 4 << 10
 PROBE_ROUNDS = 10
-# Moved in one measurement: the ranks do not start at the same microsecond.
-LEAST_BYTES = 2 << 30
 
 
 def segment(ours: Rank, owner: int) -> torch.Tensor:
@@ -28,17 +30,41 @@ def segment(ours: Rank, owner: int) -> torch.Tensor:
     return ours.shared.all_latent_rows(0)[owner * rows : (owner + 1) * rows].flatten()
 
 
-def probe_link(ours: Rank) -> dict[str, float]:
-    """Every rank at once copies memory of the next rank, and of its own: bytes per second that the slowest reads."""
-    rates = {}
-    for name, owner in (("next rank", ours.comm.rank + 1), ("own", ours.comm.rank)):
-        source = segment(ours, owner % ours.comm.size)[:PROBE_BYTES]
-        target = torch.empty_like(source)
-        copies = max(1, PROBE_BYTES * 4 // len(source))
-        copy = repeated(partial(target.copy_, source), copies)
-        times = [timed(ours.comm, copy)[0] for _ in range(PROBE_ROUNDS)]
-        rates[name] = copies * len(source) / median(times)
-    return rates
+def probe_links(ours: Rank) -> Links:
+    """Every rank at once copies memory of the next rank, and of its own; then all gather, much and little."""
+    part = min(PART_BYTES, ours.job.least_bytes)
+    few, much = (_gather_seconds(ours, size) for size in (FEW_BYTES, part))
+    arriving = (ours.comm.size - 1) * (part - FEW_BYTES)
+    links = Links(
+        read=_copy_rate(ours, (ours.comm.rank + 1) % ours.comm.size),
+        own=_copy_rate(ours, ours.comm.rank),
+        gather=arriving / max(much - few, 1e-9),
+        meeting=few,
+    )
+    ours.note(
+        f"links: {links.read / 1e9:.0f} GB/s from the next rank, {links.own / 1e9:.0f} own, {links.gather / 1e9:.0f} "
+        f"gathered, {links.meeting * 1e6:.0f} us to meet"
+    )
+    return links
+
+
+def _copy_rate(ours: Rank, owner: int) -> float:
+    source = segment(ours, owner)[: min(PROBE_BYTES, ours.job.least_bytes)]
+    target = torch.empty_like(source)
+    copies = max(1, ours.job.least_bytes // len(source))
+    return len(source) / _median_seconds(ours, partial(target.copy_, source), copies)
+
+
+def _gather_seconds(ours: Rank, part_bytes: int) -> float:
+    out = torch.empty(ours.comm.size, part_bytes, dtype=torch.uint8, device=ours.shared.device)
+    gather = partial(ours.comm.all_gather, out[ours.comm.rank], "probe", out=out)
+    return _median_seconds(ours, gather, max(1, min(32, ours.job.least_bytes // out.numel())))
+
+
+def _median_seconds(ours: Rank, work: Callable[[], Any], times: int) -> float:
+    run = repeated(work, times)
+    ours.timed(run)
+    return median([ours.timed(run)[0] for _ in range(PROBE_ROUNDS)]) / times
 
 
 def repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
@@ -85,10 +111,10 @@ def measure_gather(ours: Rank, history: int, rounds: int) -> dict[str, Any]:
             for owner in others:
                 target[owner].copy_(segments[owner][:size])
 
-    times = max(1, LEAST_BYTES // sum(sizes))
+    times = max(1, ours.job.least_bytes // sum(sizes))
 
     def seconds(work: Callable[[], None]) -> float:
-        return timed(comm, repeated(work, times))[0] / times
+        return ours.timed(repeated(work, times))[0] / times
 
     arriving = (comm.size - 1) * sum(sizes)
     results: dict[str, Any] = {"bytes": arriving}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from multi_gpu_forecast import NO_PREFETCH, forecast
+from multi_gpu_forecast import Links, Moves, forecast
 from rich.console import Console
 from rich.table import Table
+from view_group import NO_PREFETCH
 
 from cpkv.cache.capacity_planner import MILLION, CapacityPlanner
 from cpkv.cli.sizes import GIB, show_bytes, show_tokens
@@ -16,6 +17,7 @@ from cpkv.layout.model_numbers import model_numbers
 MODEL = "glm-5.2"
 CARD_MEMORY = 60 * GIB
 MOST_OVER_REPLICATED = 1.02
+MOST_OFF_FORECAST = 0.2
 LIMITED = ("unified", "mixed")
 
 
@@ -43,8 +45,11 @@ def capacity(cp_size: int, chunk: int) -> dict[str, Any]:
 
 
 def missed_limits(results: dict[str, Any]) -> list[str]:
-    """Bits and bytes that are not what they must be, in words."""
+    """Bits, answers and bytes that are not what they must be, in words."""
     missed = [f"{what}: not the bits of replicated" for what, equal in results["equal"].items() if not equal]
+    for view, (right, asked) in results["recall"].items():
+        if right < asked:
+            missed.append(f"{view}: the recall model gave {right} of {asked} answers")
     for pool, held in results["pools"].items():
         if held["allocated"] != held["formula"]:
             missed.append(f"the {pool} pool holds {held['allocated']} bytes, by the formula {held['formula']}")
@@ -71,19 +76,43 @@ def over_replicated(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def expected_seconds(results: dict[str, Any], view: str, row: dict[str, Any]) -> float:
+    """What a chunk should take by the probe of the links."""
+    links, moves = Links(**results["links"]), Moves(**row["moves"])
+    shared_card = results["cards"] < results["cp_size"]
+    return forecast(view, row["replicated_seconds"], moves, links, shared_card=shared_card)
+
+
+def off_forecast(results: dict[str, Any]) -> list[str]:
+    """Views that take another time than the forecast by more than it may be off, in words.
+
+    Of `blocked` it knows bytes and not rounds, which depend on the choices.
+    """
+    return [
+        f"{view}, history {show_tokens(int(history))}: {row['seconds'] / expected:.2f} of the forecast"
+        for history, views in results.get("views", {}).items()
+        for view, row in views.items()
+        for expected in [expected_seconds(results, view, row)]
+        if view != "blocked" and abs(row["seconds"] / expected - 1) > MOST_OFF_FORECAST
+    ]
+
+
 def print_tables(results: dict[str, Any]) -> None:
     """What people read."""
-    console = Console(width=150)
+    console = Console(width=165)
     console.print(f"{results['machine']}, kernels: {results['kernels']}; {results['seconds']:.0f} s")
     right = sum(results["equal"].values())
     console.print(f"bits: {right} of {len(results['equal'])} views and histories equal replicated")
+    answers = ", ".join(f"{view} {right} of {asked}" for view, (right, asked) in results["recall"].items())
+    console.print(f"answers of the recall model: {answers}")
     for history, reason in results["skipped"].items():
         console.print(f"history {show_tokens(int(history))} is left out: {reason}")
     if "views" in results:
-        probe = results["probe"]
+        links = Links(**results["links"])
         console.print(
-            f"probe: {probe['next rank'] / 1e9:.0f} GB/s from the next rank's memory, {probe['own'] / 1e9:.0f} from "
-            "its own, all ranks at once"
+            f"links, all ranks at once: {links.read / 1e9:.0f} GB/s from the next rank's memory, {links.own / 1e9:.0f} "
+            f"from its own, {links.gather / 1e9:.0f} from all others in an all-gather, which takes at least "
+            f"{links.meeting * 1e6:.0f} us"
         )
         console.print(_time_table(results))
         console.print(_link_table(results))
@@ -93,14 +122,12 @@ def print_tables(results: dict[str, Any]) -> None:
 def _time_table(results: dict[str, Any]) -> Table:
     table = Table(title="a chunk, slowest rank, relative to replicated")
     columns = ("history", "view", "ms", "replicated", "ratio", "95% bounds", "moved", "over the link", "scratch")
-    for column in (*columns, "forecast, ms", "measured / forecast"):
+    # A chunk is mostly what replicated takes too; what a view adds to that shows how good the forecast is.
+    for column in (*columns, "forecast, ms", "measured / forecast", "of what it adds"):
         table.add_column(column, justify="right")
     for history, views in results["views"].items():
         for view, row in views.items():
-            ratio = row["ratio"]
-            expected = forecast(
-                view, row["replicated_seconds"], row["link_bytes"], results["probe"]["next rank"], row["first_layer"]
-            )
+            ratio, expected = row["ratio"], expected_seconds(results, view, row)
             table.add_row(
                 show_tokens(int(history)),
                 view,
@@ -109,12 +136,17 @@ def _time_table(results: dict[str, Any]) -> Table:
                 f"{ratio['middle']:.3f}",
                 f"{ratio['low']:.3f} to {ratio['high']:.3f}",
                 show_bytes(row["moved_bytes"]),
-                show_bytes(row["link_bytes"]),
+                show_bytes(row["moves"]["link_bytes"]),
                 show_bytes(row["scratch_bytes"]),
                 f"{expected * 1e3:.2f}",
                 f"{row['seconds'] / expected:.2f}",
+                f"{_added(row, row['seconds']) / _added(row, expected):.2f}" if _added(row, expected) else "-",
             )
     return table
+
+
+def _added(row: dict[str, Any], seconds: float) -> float:
+    return seconds - float(row["replicated_seconds"])
 
 
 def _link_table(results: dict[str, Any]) -> Table:

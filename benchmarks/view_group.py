@@ -81,13 +81,22 @@ class Rank:
 
     def plan(self, view: str, history: int) -> BatchPlan:
         """One request's chunk behind `history` tokens."""
-        name: ViewName = "mixed" if view == NO_PREFETCH else view  # type: ignore[assignment]
-        placement = PagePlacement(PAGE_SIZE, 1 if view in ("replicated", "layer-split") else self.comm.size)
-        first = placement.reserved_pages
-        pages = tuple(range(first, first + placement.pages_for(history + CHUNK)))
-        ids = tuple(token * 31 % 500 for token in range(CHUNK))
-        spec = BatchSpec(0, (Segment("bench", history, ids, pages, True),), "zigzag", name)
-        return BatchPlan.build(spec, placement, self.comm.size)
+        return chunk_plan(view, history, chunk_ids(CHUNK), self.comm.size)
+
+
+def chunk_ids(tokens: int) -> tuple[int, ...]:
+    """Ids of a chunk, whatever its history."""
+    return tuple(token * 31 % 500 for token in range(tokens))
+
+
+def chunk_plan(view: str, history: int, ids: tuple[int, ...], cp_size: int) -> BatchPlan:
+    """The only request's chunk behind `history` tokens, on the first pages that there are."""
+    name: ViewName = "mixed" if view == NO_PREFETCH else view  # type: ignore[assignment]
+    placement = PagePlacement(PAGE_SIZE, 1 if view in ("replicated", "layer-split") else cp_size)
+    first = placement.reserved_pages
+    pages = tuple(range(first, first + placement.pages_for(history + len(ids))))
+    spec = BatchSpec(0, (Segment("bench", history, ids, pages, True),), "zigzag", name)
+    return BatchPlan.build(spec, placement, cp_size)
 
 
 def run_rank(rank: int, job: Job) -> None:
@@ -182,11 +191,13 @@ def run_chunk(ours: Rank, view: str, history: int) -> tuple[BatchResult, float, 
     return result, seconds, forward.counters
 
 
-def timed(comm: Communicator, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Run something on every rank at once; the seconds of the slowest."""
+def timed(comm: Communicator, work: Callable[[], Any], settle: Callable[[], None] = lambda: None) -> tuple[float, Any]:
+    """Run something on every rank at once; the seconds of the slowest, `settle` (wait for the device) included."""
+    settle()
     comm.barrier("start")
     started = time.perf_counter()
     result = work()
+    settle()
     seconds = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
     return float(comm.all_gather(seconds, "seconds").max()), result
 
