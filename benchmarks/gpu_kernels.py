@@ -8,6 +8,8 @@ topk        exact_topk of 2048 from fp32 scores of which every query sees all; a
             knows neither limits nor a rule for ties. Floor: one read, at the rate of a device copy, of the scores that
             a query sees, so at a causal limit no byte beyond it; nothing for what is written
 scores      fp8_indexer_scores, 32 and 64 heads    beside DeepGEMM's fp8_mqa_logits; floor: the fp8 peak
+fused       fp8_indexer_topk, 32 and 64 heads, causal limits as for topk: scores and choice in one. Beside topk_rows of
+            DeepGEMM's scores, and of ours (apart), both in blocks of 1 GiB of scores; floor: the fp8 peak
 attention   sparse_mla_rows, 64 and 128 heads      beside FlashMLA's sparse prefill; floor: the bf16 peak
 
 Each is compared with its reference on a few queries first. Times are medians; all inputs are larger than the L2 cache.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +31,7 @@ from gpu_timing import copy_rate, milliseconds
 
 from cpkv.ops.reference import topk as reference
 from cpkv.ops.triton.indexer import fp8_indexer_scores
+from cpkv.ops.triton.indexer_topk import fp8_indexer_topk
 from cpkv.ops.triton.sparse_mla import sparse_mla_rows
 from cpkv.ops.triton.topk import exact_topk, topk_rows
 from cpkv.ops.vendor import deep_gemm, flash_mla
@@ -41,6 +45,12 @@ SCALE = WIDTH**-0.5
 # Dense peaks of an H200 by its data sheet.
 FP8_FLOPS = 1979e12
 BF16_FLOPS = 989e12
+SCORE_BYTES = 1 << 30
+LONGEST = 1 << 20
+
+
+WHAT = ("topk", "scores", "fused", "attention")
+Chosen = tuple[torch.Tensor, torch.Tensor]
 
 
 class Row(NamedTuple):
@@ -83,13 +93,19 @@ def measure_topk(queries: int, tokens: int, rate: float) -> list[Row]:
     ]
 
 
-def measure_scores(queries: int, tokens: int, heads: int) -> list[Row]:
-    """Scores of all keys for all queries."""
+def score_inputs(queries: int, tokens: int, heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, weights, keys and their scales, as `fp8_indexer_scores` takes them."""
     generator = torch.Generator(device="cuda").manual_seed(1)
     query = torch.randn(queries, heads, INDEX_DIM, device="cuda", generator=generator).to(torch.float8_e4m3fn)
     key = torch.randn(tokens, INDEX_DIM, device="cuda", generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(tokens, device="cuda", generator=generator) + 0.5
     weights = torch.randn(queries, heads, device="cuda", generator=generator)
+    return query, weights, key, scales
+
+
+def measure_scores(queries: int, tokens: int, heads: int) -> list[Row]:
+    """Scores of all keys for all queries."""
+    query, weights, key, scales = score_inputs(queries, tokens, heads)
     limits = torch.full((queries,), tokens, device="cuda")
     inputs = (query, weights, key, scales, limits)
     scores = fp8_indexer_scores(*inputs)
@@ -104,6 +120,46 @@ def measure_scores(queries: int, tokens: int, heads: int) -> list[Row]:
         theirs = milliseconds(lambda: deep_gemm.fp8_indexer_scores(*inputs))
     flops = 2 * queries * tokens * heads * INDEX_DIM
     return [Row(f"scores {tokens}, {heads} heads", ours, flops / FP8_FLOPS * 1e3, theirs, tflops(flops, ours))]
+
+
+def measure_fused(queries: int, tokens: int, heads: int) -> list[Row]:
+    """Scores and choice in one, and apart."""
+    query, weights, key, scales = score_inputs(queries, tokens, heads)
+    limits = torch.arange(tokens - queries + 1, tokens + 1, device="cuda")
+    position_rows = torch.randperm(tokens, device="cuda").to(torch.int32)
+
+    def fused() -> Chosen:
+        return fp8_indexer_topk(query, weights, key, scales, limits, TOPK, position_rows)
+
+    def apart(scores_of: Callable[..., torch.Tensor]) -> Chosen:
+        size = max(1, SCORE_BYTES // (4 * tokens))
+        chosen = [
+            topk_rows(scores_of(query[own], weights[own], key, scales, limits[own]), limits[own], TOPK, position_rows)
+            for start in range(0, queries, size)
+            for own in (slice(start, start + size),)
+        ]
+        return torch.cat([positions for positions, _ in chosen]), torch.cat([rows for _, rows in chosen])
+
+    found, wanted = fused(), apart(fp8_indexer_scores)
+    check("scores and choice in one", all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)))
+    del found, wanted
+    ours, ours_apart = milliseconds(fused), milliseconds(lambda: apart(fp8_indexer_scores))
+    theirs = None
+    if deep_gemm.why_not(query.device, heads, INDEX_DIM) is None:
+        theirs = milliseconds(lambda: apart(deep_gemm.fp8_indexer_scores))
+    floor = 2 * int(limits.sum()) * heads * INDEX_DIM / FP8_FLOPS * 1e3
+    memory = (
+        f"{peak_mib(fused):.0f} MiB; apart {ours_apart:.3f} ms, {peak_mib(lambda: apart(fp8_indexer_scores)):.0f} MiB"
+    )
+    return [Row(f"scores, choice {tokens}, {heads} heads", ours, floor, theirs, memory)]
+
+
+def peak_mib(work: Callable[[], Chosen]) -> float:
+    """Most memory that some work takes, its results included."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure_attention(queries: int, tokens: int, heads: int) -> list[Row]:
@@ -147,14 +203,14 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--only", nargs="+", choices=("topk", "scores", "attention"), help="what to measure")
+    parser.add_argument("--only", nargs="+", choices=WHAT, help="what to measure")
     parser.add_argument("--queries", type=int, default=4096, help="queries of a chunk")
     parser.add_argument("--history", type=int, nargs="+", default=[32 << 10, 128 << 10], help="tokens that are seen")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="tokens that topk chooses from")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here")
-    only = options.only or ("topk", "scores", "attention")
+    only = options.only or WHAT
     rate = copy_rate()
     rows: list[Row] = []
     for tokens in options.widths if "topk" in only else ():
@@ -164,6 +220,8 @@ def main() -> None:
             rows += measure_scores(options.queries, tokens, 32) + measure_scores(options.queries, tokens, 64)
         if "attention" in only:
             rows += measure_attention(options.queries, tokens, 64) + measure_attention(options.queries, tokens, 128)
+    for tokens in (*options.history, LONGEST) if "fused" in only else ():
+        rows += measure_fused(options.queries, tokens, 32) + measure_fused(options.queries, tokens, 64)
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     print(f"{machine}; a device copy reads and writes {rate / 1e9:.0f} GB/s")
     print(f"flashinfer: {'installed' if find_spec('flashinfer') else 'not installed'}")

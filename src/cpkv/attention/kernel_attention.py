@@ -1,12 +1,14 @@
 """DSA attention by the kernels of a GPU, which read the chosen rows of a view where they lie.
 
 fp8 keys      queries in fp8 too, their scales in the weights       scores -> choice with view rows -> attention
-float keys    scores by plain torch, of the decoded keys            likewise
+              scores and choice in one, where the kernels have that and the view has rows of all positions
+float keys    scores by plain torch, of the decoded keys            as the first
 packed rows, and views whose rows are fetched                       chosen rows are copied and decoded first
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -67,7 +69,8 @@ class KernelAttention(SparseAttention):
         choices: list[Choice] = []
         for number, segment in enumerate(plan.spec.segments):
             first, last = runs.get(number, (0, 0))
-            blocks = self._blocks(local, first, last, segment.end, index.queries.device)
+            size = self._block_size(segment.end, one_pass=rows.position_rows(number) is not None)
+            blocks = self._blocks(local, first, last, size, index.queries.device)
             if segment.end <= self.blocks.topk:
                 choices += [self._everything(rows, number, block) for block in blocks]
             elif blocks or rows.position_rows(number) is None:
@@ -75,8 +78,12 @@ class KernelAttention(SparseAttention):
                 choices += self._chosen(rows, number, blocks, inputs)
         return choices
 
-    def _blocks(self, local: LocalTokens, first: int, last: int, tokens: int, device: torch.device) -> list[_Block]:
-        size = max(1, self.workspace_bytes // (4 * tokens))
+    def _block_size(self, tokens: int, *, one_pass: bool) -> int:
+        """How many queries are scored together: as many as the scores' bytes let, all where none are written."""
+        in_one = one_pass and self.row_format.index_dtype == "fp8" and self.kernels.fp8_indexer_topk is not None
+        return sys.maxsize if in_one else max(1, self.workspace_bytes // (4 * tokens))
+
+    def _blocks(self, local: LocalTokens, first: int, last: int, size: int, device: torch.device) -> list[_Block]:
         limits = torch.from_numpy(local.positions[first:last] + 1).to(device)
         return [
             _Block(start, end, limits[start - first : end - first], int(local.positions[end - 1]) + 1)
@@ -112,12 +119,25 @@ class KernelAttention(SparseAttention):
         for _, stored in rows.key_blocks(segment):
             keys = self._keys(stored)
             for block, own in zip(blocks, of_blocks, strict=True):
-                scores = self._scores(own, keys, block.limits)
-                positions, chosen = self.kernels.topk_rows(
-                    scores, block.limits, self.blocks.topk, row_of_position, debug=self.debug
-                )
+                positions, chosen = self._choose_rows(own, keys, block.limits, row_of_position)
                 choices.append(Choice(segment, block.first, block.last, positions, chosen))
         return choices
+
+    def _choose_rows(
+        self,
+        inputs: IndexInputs,
+        keys: tuple[torch.Tensor, torch.Tensor | None],
+        limits: torch.Tensor,
+        row_of_position: torch.Tensor,
+    ) -> Best:
+        """Positions and view rows of the best of all keys."""
+        values, scales = keys
+        options = {"debug": self.debug}
+        if scales is not None and self.kernels.fp8_indexer_topk is not None:
+            given = (inputs.queries, inputs.weights, values, scales, limits)
+            return self.kernels.fp8_indexer_topk(*given, self.blocks.topk, row_of_position, **options)
+        scores = self._scores(inputs, keys, limits)
+        return self.kernels.topk_rows(scores, limits, self.blocks.topk, row_of_position, **options)
 
     def _merged(
         self, rows: LayerRows, segment: int, blocks: list[_Block], of_blocks: list[IndexInputs]

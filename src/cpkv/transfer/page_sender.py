@@ -308,14 +308,12 @@ class PageSender:
         peer = Peer(target.session_id, tuple(Region(region.address, region.length) for region in target.regions))
         sources, targets = [move.source for move in moves], [move.target for move in moves]
         # Region by region, so that neighbouring pages can be merged into one write.
-        runs = Runs.joined(
-            [
-                Runs.of_pages(span.address, sources, region.address, targets, span.length)
-                for span, region in zip(self._first_page, target.regions, strict=True)
-            ]
-        )
+        in_regions = [
+            Runs.of_pages(span.address, sources, region.address, targets, span.length)
+            for span, region in zip(self._first_page, target.regions, strict=True)
+        ]
         digests = tuple(map(self._pool.page_digest, sources)) if self._digest_pages else ()
-        job.writes[self._backend.submit(peer, runs)] = _Part(moves, digests)
+        job.writes[self._backend.submit(peer, Runs.joined(in_regions))] = _Part(moves, digests)
 
     def _settle_writes(self, job: _Job) -> bool:
         moved = False

@@ -72,6 +72,8 @@ def test_kernels_compute_what_plain_torch_computes(tmp_path: Path, prompt: Calla
     # The first two choose as many keys in one batch, and attend in one launch; the third is cut.
     lengths = (1000, 900, 1200) if ON_CUDA else (10, 9, 12)
     prompts = {name: prompt(length, seed) for seed, (name, length) in enumerate(zip("abc", lengths, strict=True))}
+    calls: list[str] = []
+    ours_in_turn = counted(one_at_a_time(triton_kernels()), "fp8_indexer_topk", calls)
     runs = [
         run_pool(
             model,
@@ -86,8 +88,9 @@ def test_kernels_compute_what_plain_torch_computes(tmp_path: Path, prompt: Calla
             kind=MIXED,
             kernels=kernels,
         ).trace
-        for kernels in (one_at_a_time(triton_kernels()), None)
+        for kernels in (ours_in_turn, None)
     ]
+    assert bool(calls) == (index_dtype == "fp8"), "fp8 keys are scored and chosen in one, since the view has all rows"
     for name in prompts:
         ours, theirs = (run.choices[name][0] for run in runs)
         if index_dtype == "float32":

@@ -85,12 +85,8 @@ def _scores(  # type: ignore[no-untyped-def]
 ):
     first_query = tl.program_id(0).to(tl.int64) * QUERIES
     first_key = tl.program_id(1) * SPAN
-    products = tl.arange(0, QUERIES * HEADS)
-    dims = tl.arange(0, DIM)
-    there = first_query * HEADS + products < num_queries * HEADS
-    rows = (first_query * HEADS + products) * DIM
-    query = tl.load(queries + rows[None, :] + dims[:, None], mask=there[None, :], other=0.0)
-    weight = tl.load(weights + first_query * HEADS + products, mask=there, other=0.0)
+    query = load_queries(queries, first_query, num_queries, QUERIES, HEADS, DIM)
+    weight = load_weights(weights, first_query, num_queries, QUERIES, HEADS)
     numbers = first_query + tl.arange(0, QUERIES)
     limit = tl.load(limits + numbers, mask=numbers < num_queries, other=0)
     furthest = tl.max(limit, axis=0)
@@ -102,10 +98,7 @@ def _scores(  # type: ignore[no-untyped-def]
     for start in range(first_key, hidden, KEYS):
         positions = start + tl.arange(0, KEYS)
         inside = positions < tokens
-        key = tl.load(keys + positions[:, None].to(tl.int64) * DIM + dims[None, :], mask=inside[:, None], other=0.0)
-        scale = tl.load(key_scales + positions, mask=inside, other=0.0)
-        product = tl.maximum(tl.dot(key, query), 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
-        total = tl.sum(tl.reshape(product, [KEYS, QUERIES, HEADS]), axis=2) * scale[:, None]
+        total = score_tile(query, weight, keys, key_scales, positions, inside, QUERIES, HEADS, DIM, KEYS)
         total = tl.where(positions[:, None] < limit[None, :], total, float("-inf"))
         places = scores + numbers[None, :] * stride + positions[:, None]
         tl.store(places, total, mask=inside[:, None] & (numbers < num_queries)[None, :])
@@ -114,3 +107,43 @@ def _scores(  # type: ignore[no-untyped-def]
         places = scores + numbers[None, :] * stride + positions[:, None]
         writable = (positions < tokens)[:, None] & (numbers < num_queries)[None, :]
         tl.store(places, tl.full([KEYS, QUERIES], float("-inf"), tl.float32), mask=writable)
+
+
+@triton.jit
+def load_queries(  # type: ignore[no-untyped-def]
+    queries, first_query, num_queries, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+):
+    """Queries as columns [DIM, QUERIES * HEADS]; 0 behind the last query."""
+    columns = first_query * HEADS + tl.arange(0, QUERIES * HEADS)
+    dims = tl.arange(0, DIM)
+    return tl.load(
+        queries + columns[None, :] * DIM + dims[:, None], mask=columns[None, :] < num_queries * HEADS, other=0.0
+    )
+
+
+@triton.jit
+def load_weights(weights, first_query, num_queries, QUERIES: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights of their heads [QUERIES * HEADS]."""
+    columns = first_query * HEADS + tl.arange(0, QUERIES * HEADS)
+    return tl.load(weights + columns, mask=columns < num_queries * HEADS, other=0.0)
+
+
+@triton.jit
+def score_tile(  # type: ignore[no-untyped-def]
+    query,
+    weight,
+    keys,
+    key_scales,
+    positions,
+    inside,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Scores [KEYS, QUERIES] of the keys at these positions, 0 for those outside; whoever scores has these bits."""
+    dims = tl.arange(0, DIM)
+    key = tl.load(keys + positions[:, None].to(tl.int64) * DIM + dims[None, :], mask=inside[:, None], other=0.0)
+    scale = tl.load(key_scales + positions, mask=inside, other=0.0)
+    product = tl.maximum(tl.dot(key, query), 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+    return tl.sum(tl.reshape(product, [KEYS, QUERIES, HEADS]), axis=2) * scale[:, None]

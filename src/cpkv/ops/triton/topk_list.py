@@ -81,7 +81,7 @@ def choose_from_list(  # type: ignore[no-untyped-def]
         count = limit * 0
     if last_to_come:
         if SPLIT:
-            count, risen = _join(own, counts + query * parts, parts, k, bound, CANDIDATES, TILE)
+            count, risen = join_lists(own, counts + query * parts, parts, k, bound, CANDIDATES, TILE)
             bound = _exceeded_by_all()
         else:
             count = limit * 0
@@ -89,11 +89,11 @@ def choose_from_list(  # type: ignore[no-untyped-def]
         while count < wanted:
             count, risen = _list(row, limit * 0, limit, k, bound, own, nan_seen, CANDIDATES, TILE, FIND_NAN)
             bound = _exceeded_by_all()
-        _choose(own, count, wanted, risen, k, query * k, out, rows, position_rows, CANDIDATES, TILE, WITH_ROWS)
+        choose_listed(own, count, wanted, risen, k, query * k, out, rows, position_rows, CANDIDATES, TILE, WITH_ROWS)
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
+def choose_listed(  # type: ignore[no-untyped-def]
     listed,
     count,
     wanted,
@@ -139,28 +139,28 @@ def _list(  # type: ignore[no-untyped-def]
             if FIND_NAN:
                 note_nan(values, nan_seen)
             positions = start + in_fours(TILE)
-            exceeds = _exceeds(values, bound) & (positions < end)
+            exceeds = exceeding(values, bound) & (positions < end)
             more = how_many(exceeds)
             fits = count + more <= CANDIDATES
             if fits:
-                _append(positions, values, exceeds, listed + count, CANDIDATES)
+                append(positions, values, exceeds, listed + count, CANDIDATES)
                 count += more
                 start += TILE
                 fits = start < end
         if start < end:
-            bound = _keep_best(listed, count, k, bound, CANDIDATES, TILE)
+            bound = keep_best(listed, count, k, bound, CANDIDATES, TILE)
             count = tl.minimum(count, k)
     return count, bound
 
 
 @triton.jit
-def _exceeds(scores, bound):  # type: ignore[no-untyped-def]
+def exceeding(scores, bound):  # type: ignore[no-untyped-def]
     """Whether scores exceed the bound: NaN exceeds any, and all exceed one that is NaN."""
     return (scores <= bound) ^ True
 
 
 @triton.jit
-def _append(positions, scores, take, listed, CANDIDATES: tl.constexpr):  # type: ignore[no-untyped-def]
+def append(positions, scores, take, listed, CANDIDATES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Put what is taken, in order, where `listed` points to."""
     places = listed + before_each(take)
     tl.store(places, positions, mask=take)
@@ -168,7 +168,7 @@ def _append(positions, scores, take, listed, CANDIDATES: tl.constexpr):  # type:
 
 
 @triton.jit
-def _join(own, counts, parts, k, bound, CANDIDATES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def join_lists(own, counts, parts, k, bound, CANDIDATES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Append the lists of the other parts of a row to that of the first; the same answers as those of `_list`."""
     count = tl.load(counts)
     for part in range(1, parts):
@@ -177,12 +177,12 @@ def _join(own, counts, parts, k, bound, CANDIDATES: tl.constexpr, TILE: tl.const
         for start in range(0, more, TILE):
             places = start + in_fours(TILE)
             scores = _listed_scores(listed, places, CANDIDATES)
-            exceeds = _exceeds(scores, bound) & (places < more)
+            exceeds = exceeding(scores, bound) & (places < more)
             if count + how_many(exceeds) > CANDIDATES:
-                bound = _keep_best(own, count, k, bound, CANDIDATES, TILE)
+                bound = keep_best(own, count, k, bound, CANDIDATES, TILE)
                 count = tl.minimum(count, k)
-                exceeds = _exceeds(scores, bound) & (places < more)
-            _append(tl.load(listed + places), scores, exceeds, own + count, CANDIDATES)
+                exceeds = exceeding(scores, bound) & (places < more)
+            append(tl.load(listed + places), scores, exceeds, own + count, CANDIDATES)
             count += how_many(exceeds)
     return count, bound
 
@@ -200,7 +200,7 @@ def _tile(row, start, limit, TILE: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _keep_best(listed, count, k, bound, CANDIDATES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def keep_best(listed, count, k, bound, CANDIDATES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Leave the k best of the list, in order; a bound that whatever belongs to the k best of all still exceeds."""
     # Barriers, since other threads of this program wrote what is read, and will overwrite it.
     tl.debug_barrier()
@@ -213,7 +213,7 @@ def _keep_best(listed, count, k, bound, CANDIDATES: tl.constexpr, TILE: tl.const
         scores = _listed_scores(listed, places, CANDIDATES)
         take, ties = are_best(sortable(scores), places < count, last, ties, room)
         tl.debug_barrier()
-        _append(positions, scores, take, listed + written, CANDIDATES)
+        append(positions, scores, take, listed + written, CANDIDATES)
         written += how_many(take)
     return _bound(last)
 
@@ -245,10 +245,15 @@ def _sampled_bound(row, limit, k, SAMPLE: tl.constexpr, RUN: tl.constexpr, SPREA
     apart = (limit - RUN) // (SAMPLE // RUN - 1)
     firsts = (numbers // RUN) * apart // RUN * RUN
     keys = sortable(tl.load(row + firsts + numbers % RUN))
-    expected = k * (SAMPLE / limit)
+    return bound_of_sample(keys, tl.min(tl.min(keys, axis=1), axis=0), SAMPLE, limit, k, SPREAD)
+
+
+@triton.jit
+def bound_of_sample(keys, lowest, sampled, limit, k, SPREAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A bound that more than k of `limit` scores should exceed: `sampled` of them have these keys, from `lowest` on."""
+    expected = k * (sampled / limit)
     # What a sample of independent scores has of the k best deviates by the root of what is expected.
-    least = tl.minimum((expected + SPREAD * tl.sqrt(expected)).to(tl.int32) + SPREAD, SAMPLE)
-    lowest = tl.min(tl.min(keys, axis=1), axis=0)
+    least = tl.minimum((expected + SPREAD * tl.sqrt(expected)).to(tl.int32) + SPREAD, sampled)
     highest = tl.max(tl.max(keys, axis=1), axis=0)
     return _bound(reached_by(keys, lowest, highest, least, least + least // 16) - 1)
 

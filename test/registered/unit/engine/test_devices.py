@@ -69,6 +69,7 @@ def test_vendors_kernels_stand_in_where_they_can_run(monkeypatch: pytest.MonkeyP
     assert both.sparse_mla_pages is flash_mla.sparse_mla_pages
     ours = open_kernels(GPU, "ours", NEEDS)
     assert (ours.name, ours.paged_page_size) == ("ours", None)
+    assert both.fp8_indexer_topk is None and ours.fp8_indexer_topk is not None
     assert both.topk_rows is ours.topk_rows
     vendors_say(monkeypatch, flash_mla_why_not="no heads", flash_mla_why_not_pages="no heads")
     scores_only = open_kernels(GPU, "auto", NEEDS)
