@@ -28,7 +28,7 @@ from cpkv.transfer.backend import TransferBackend
 from cpkv.transfer.report_link import ReportLink
 from cpkv.transfer.runs import Peer, Region, Runs
 
-PART_BYTES = 64 << 20
+PART_BYTES = 128 << 20
 # The engine has the next part when it ends one, so that it never runs dry.
 PARTS_AT_ONCE = 2
 
@@ -308,12 +308,10 @@ class PageSender:
         peer = Peer(target.session_id, tuple(Region(region.address, region.length) for region in target.regions))
         sources, targets = [move.source for move in moves], [move.target for move in moves]
         # Region by region, so that neighbouring pages can be merged into one write.
-        in_regions = [
-            Runs.of_pages(span.address, sources, region.address, targets, span.length)
-            for span, region in zip(self._first_page, target.regions, strict=True)
-        ]
+        spans = zip(self._first_page, target.regions, strict=True)
+        runs = Runs.of_pages(sources, targets, [(span.address, region.address, span.length) for span, region in spans])
         digests = tuple(map(self._pool.page_digest, sources)) if self._digest_pages else ()
-        job.writes[self._backend.submit(peer, Runs.joined(in_regions))] = _Part(moves, digests)
+        job.writes[self._backend.submit(peer, runs)] = _Part(moves, digests)
 
     def _settle_writes(self, job: _Job) -> bool:
         moved = False

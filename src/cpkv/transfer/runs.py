@@ -82,17 +82,24 @@ class Runs:
             return cls(*np.array(runs, dtype=np.int64).reshape(-1, 3).T)
 
     @classmethod
-    def of_pages(cls, source: int, sources: Sequence[int], target: int, targets: Sequence[int], length: int) -> Runs:
-        """A run of `length` bytes a page: from place `sources[i]` behind `source` to `targets[i]` behind `target`.
+    def of_pages(cls, here: Sequence[int], there: Sequence[int], spans: Sequence[tuple[int, int, int]]) -> Runs:
+        """Each page's run in the first span, then each page's in the next, and so on.
 
-        Places count pages: page p lies p * length bytes behind its base.
+        Args:
+            here: place of each page in the memory here; page p lies p lengths behind the start of a span.
+            there: its place at the peer.
+            spans: (start here, start at the peer, bytes of a page) each.
 
         Raises:
             TransferError: a number does not fit in 64 bits.
         """
         with _numbers_that_fit():
-            here, there = np.array([sources, targets], dtype=np.int64) * length
-            return cls(source + here, target + there, np.full(len(here), length))
+            places = np.array([here, there], dtype=np.int64)
+            *starts, lengths = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+            # [2, spans, pages]
+            addresses = np.array(starts)[:, :, None] + places[:, None, :] * lengths[:, None]
+            sources, targets = addresses.reshape(2, len(spans) * len(here))
+            return cls(sources, targets, np.repeat(lengths, len(here)))
 
     @classmethod
     def joined(cls, parts: Sequence[Runs]) -> Runs:

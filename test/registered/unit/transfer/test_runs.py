@@ -65,26 +65,35 @@ def test_merging_conserves_every_byte_its_order_and_its_limit(runs: list[Run], l
         assert not touching or left.length + right.length > limit, "two neighbours were left apart"
 
 
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=20), st.integers(1, 1 << 20))
-def test_a_page_lies_as_many_lengths_behind_its_base_as_its_place_says(pages: list[tuple[int, int]], size: int) -> None:
-    runs = Runs.of_pages(1 << 40, [here for here, _ in pages], 1 << 41, [there for _, there in pages], size)
-    assert listed(runs) == [Run((1 << 40) + here * size, (1 << 41) + there * size, size) for here, there in pages]
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=20),
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(1, 1 << 20)), max_size=3),
+)
+def test_a_page_lies_as_many_lengths_behind_a_start_as_its_place_says(
+    pages: list[tuple[int, int]], spans: list[tuple[int, int, int]]
+) -> None:
+    runs = Runs.of_pages([here for here, _ in pages], [there for _, there in pages], spans)
+    assert listed(runs) == [
+        Run(source + here * size, target + there * size, size)
+        for source, target, size in spans
+        for here, there in pages
+    ]
 
 
 def test_as_many_pages_must_be_read_as_are_written() -> None:
     with pytest.raises(ValueError, match="inhomogeneous"):
-        Runs.of_pages(0, [1, 2], 0, [1], 64)
+        Runs.of_pages([1, 2], [1], [(0, 0, 64)])
 
 
 def test_numbers_beyond_64_bits_are_refused() -> None:
     with pytest.raises(TransferError, match="does not fit in 64 bits"):
         Runs.of([Run(0x1000, 1 << 63, 16)])
     with pytest.raises(TransferError, match="does not fit in 64 bits"):
-        Runs.of_pages(0x1000, [1], 1 << 63, [1], 64)
+        Runs.of_pages([1], [1], [(0x1000, 1 << 63, 64)])
     with pytest.raises(TransferError, match="does not fit in 64 bits"):
         place_runs(HERE, Peer("far", (Region(1 << 63, 64),)), Runs.of([GOOD]))
     # Beyond the last address a sum of 64 bits begins anew, and must not be taken for one inside a region.
-    far = Runs.of_pages(0x1000, [0], (1 << 63) - 64, [0x1401], 64)
+    far = Runs.of_pages([0], [0x1401], [(0x1000, (1 << 63) - 64, 64)])
     with pytest.raises(TransferError, match="writes"):
         place_runs(HERE, THERE, far)
 
