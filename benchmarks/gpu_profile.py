@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_profile.py [--queries 4096] [--history 131072]
 
-A profile without counters, which shared machines often refuse. What a program takes is what the compiler says; the
-parts of the time come from inputs that leave a part of the work out, with the same kernel:
+A profile for where counters need rights that one has not. What a program takes is what the compiler says; the parts of
+the time come from inputs that leave a part of the work out, with the same kernel:
 
 scores      all keys seen | by heads: what doubles with them, and what does not | none seen: only -inf is written
 attention   rows drawn from all | the same 64 rows for every tile: loads hit the caches | -1: no row is loaded
@@ -44,7 +44,8 @@ class Taken(NamedTuple):
     def of(cls, kernel: Any) -> Taken:
         """Of the kernel that was compiled last for this device."""
         compiled = list(kernel.device_caches[torch.cuda.current_device()][0].values())[-1]
-        return cls(compiled.metadata.num_warps, compiled.n_regs, compiled.n_spills, compiled.metadata.shared)
+        # Triton counts spilled words.
+        return cls(compiled.metadata.num_warps, compiled.n_regs, 4 * compiled.n_spills, compiled.metadata.shared)
 
     @property
     def programs(self) -> int:

@@ -9,6 +9,7 @@ packed rows, and views whose rows are fetched                       chosen rows 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -50,7 +51,8 @@ class KernelAttention(SparseAttention):
         compute_dtype: of queries and outputs.
         value_dtype: of the values that attention reads: bfloat16, or float32 for comparison.
         debug: look for NaN among the scores, which waits for the device.
-        workspace_bytes: bounds the scores, and copies of chosen rows, of a block of queries.
+        workspace_bytes: bounds the scores, and copies of chosen rows, of a block of queries. Scores and choice in one
+            write no scores, and bound what they need themselves.
     """
 
     kernels: Kernels
@@ -69,7 +71,7 @@ class KernelAttention(SparseAttention):
         choices: list[Choice] = []
         for number, segment in enumerate(plan.spec.segments):
             first, last = runs.get(number, (0, 0))
-            size = self._block_size(segment.end, one_pass=rows.position_rows(number) is not None)
+            size = self._block_size(segment.end, every_row=rows.position_rows(number) is not None)
             blocks = self._blocks(local, first, last, size, index.queries.device)
             if segment.end <= self.blocks.topk:
                 choices += [self._everything(rows, number, block) for block in blocks]
@@ -78,9 +80,14 @@ class KernelAttention(SparseAttention):
                 choices += self._chosen(rows, number, blocks, inputs)
         return choices
 
-    def _block_size(self, tokens: int, *, one_pass: bool) -> int:
+    @property
+    def _chosen_in_one(self) -> Callable[..., Best] | None:
+        """Scores and choice in one; None where they are apart."""
+        return self.kernels.fp8_indexer_topk if self.row_format.index_dtype == "fp8" else None
+
+    def _block_size(self, tokens: int, *, every_row: bool) -> int:
         """How many queries are scored together: as many as the scores' bytes let, all where none are written."""
-        in_one = one_pass and self.row_format.index_dtype == "fp8" and self.kernels.fp8_indexer_topk is not None
+        in_one = every_row and self._chosen_in_one is not None
         return sys.maxsize if in_one else max(1, self.workspace_bytes // (4 * tokens))
 
     def _blocks(self, local: LocalTokens, first: int, last: int, size: int, device: torch.device) -> list[_Block]:
@@ -131,13 +138,10 @@ class KernelAttention(SparseAttention):
         row_of_position: torch.Tensor,
     ) -> Best:
         """Positions and view rows of the best of all keys."""
-        values, scales = keys
-        options = {"debug": self.debug}
-        if scales is not None and self.kernels.fp8_indexer_topk is not None:
-            given = (inputs.queries, inputs.weights, values, scales, limits)
-            return self.kernels.fp8_indexer_topk(*given, self.blocks.topk, row_of_position, **options)
-        scores = self._scores(inputs, keys, limits)
-        return self.kernels.topk_rows(scores, limits, self.blocks.topk, row_of_position, **options)
+        best = (self.blocks.topk, row_of_position)
+        if self._chosen_in_one is not None:
+            return self._chosen_in_one(inputs.queries, inputs.weights, *keys, limits, *best, debug=self.debug)
+        return self.kernels.topk_rows(self._scores(inputs, keys, limits), limits, *best, debug=self.debug)
 
     def _merged(
         self, rows: LayerRows, segment: int, blocks: list[_Block], of_blocks: list[IndexInputs]

@@ -39,7 +39,7 @@ class WorkerSet:
         self._workers.append(worker)
 
     def check_alive(self, doing: str) -> None:
-        """Raise when a worker has ended.
+        """Raise when a worker has ended; the others are of no use then.
 
         Raises:
             WorkerDiedError: its name, how it ended, and what was being done.
@@ -47,7 +47,9 @@ class WorkerSet:
         for worker in self._workers:
             cause = worker.exit_cause()
             if cause is not None:
-                raise WorkerDiedError(f"{cause} (during {doing})")
+                error = WorkerDiedError(f"{cause} (during {doing})")
+                self._broken = self._broken or str(error)
+                raise error
 
     def check_alive_soon(self, doing: str) -> None:
         """Raise when a worker has ended, waiting a moment for its end to show: a connection breaks before that.
@@ -67,8 +69,8 @@ class WorkerSet:
             CpkvError: the first cause that any of them reports, as its own type.
             WorkerDiedError: a worker died, asked or not, or did not answer in time.
         """
-        self._refuse_broken()
         doing = type(next(iter(commands.values()))).__name__
+        self._refuse_broken(doing)
         try:
             return self._call(commands, doing, timeout_s)
         except CpkvError as error:
@@ -77,12 +79,13 @@ class WorkerSet:
                 self._broken = str(error)
             raise
         except BaseException:
-            self._broken = f"{doing} was interrupted, and replies to it may still come"
+            self._broken = self._broken or f"{doing} was interrupted, and replies to it may still come"
             raise
 
-    def _refuse_broken(self) -> None:
+    def _refuse_broken(self, doing: str) -> None:
         if self._broken:
             raise WorkerDiedError(f"the group cannot be used any more: {self._broken}; start another")
+        self.check_alive(doing)
 
     def _call(
         self, commands: Mapping[WorkerHandle, Any], doing: str, timeout_s: float | None

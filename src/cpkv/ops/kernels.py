@@ -4,7 +4,7 @@ device    kernels            what they are
 cpu       reference          plain torch
 cuda      ours               Triton
 cuda      vendor             Triton, with DeepGEMM's scores and FlashMLA's attention where they can run
-                             (its scores, being faster, and the choice from them take less time than ours in one)
+                             (its scores and our choice mostly take less time than ours in one)
 """
 
 from __future__ import annotations

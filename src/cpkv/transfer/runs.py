@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,10 +53,13 @@ class Run(NamedTuple):
 # The constructor of a named tuple takes three times as long, which shows where a thousand pages leave at once.
 _run_of: Callable[[Iterable[int]], Run] = partial(tuple.__new__, Run)
 
+# The last address that a column can hold.
+_LAST = (1 << 63) - 1
+
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Many runs as columns: thousands of pages leave at once, and what an object for each costs shows.
+    """Many runs as columns, checked and merged at once: thousands of pages leave together, and a loop over them shows.
 
     Attributes:
         sources: int64 [n] addresses here.
@@ -78,8 +80,7 @@ class Runs:
         """
         if isinstance(runs, Runs):
             return runs
-        with _numbers_that_fit():
-            return cls(*np.array(runs, dtype=np.int64).reshape(-1, 3).T)
+        return cls(*_int64(runs).reshape(-1, 3).T)
 
     @classmethod
     def of_pages(cls, here: Sequence[int], there: Sequence[int], spans: Sequence[tuple[int, int, int]]) -> Runs:
@@ -91,15 +92,24 @@ class Runs:
             spans: (start here, start at the peer, bytes of a page) each.
 
         Raises:
-            TransferError: a number does not fit in 64 bits.
+            TransferError: a page lies where no address is.
+            ValueError: more pages are read than written, or fewer.
         """
-        with _numbers_that_fit():
-            places = np.array([here, there], dtype=np.int64)
-            *starts, lengths = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-            # [2, spans, pages]
-            addresses = np.array(starts)[:, :, None] + places[:, None, :] * lengths[:, None]
-            sources, targets = addresses.reshape(2, len(spans) * len(here))
-            return cls(sources, targets, np.repeat(lengths, len(here)))
+        if len(here) != len(there):
+            raise ValueError(f"{len(here)} pages are read and {len(there)} are written")
+        places, table = _int64([here, there]), _int64(spans).reshape(-1, 3)
+        starts, lengths = table[:, :2].T, table[:, 2]
+        # A product or sum beyond 64 bits would begin anew, perhaps inside a region.
+        most = (_LAST - starts) // np.maximum(lengths, 1) - 1
+        if (starts < 0).any() or (places.max(axis=1, initial=0)[:, None] > most).any() or (places < 0).any():
+            raise TransferError(
+                f"pages {places.min()} to {places.max()} of {list(spans)} (start here, start at the peer, bytes of a "
+                "page) lie beyond the last address or before the first; take pages and starts from the peer's handshake"
+            )
+        # [2, spans, pages]
+        addresses = starts[:, :, None] + places[:, None, :] * lengths[:, None]
+        sources, targets = addresses.reshape(2, len(spans) * len(here))
+        return cls(sources, targets, np.repeat(lengths, len(here)))
 
     @classmethod
     def joined(cls, parts: Sequence[Runs]) -> Runs:
@@ -119,13 +129,12 @@ class Runs:
         return list(map(_run_of, zip(*columns, strict=True)))
 
 
-@contextmanager
-def _numbers_that_fit() -> Iterator[None]:
+def _int64(numbers: Any) -> np.ndarray:
     try:
-        yield
+        return np.array(numbers, dtype=np.int64)
     except OverflowError as error:
         raise TransferError(
-            f"an address or a length of a run does not fit in 64 bits ({error}); take both from the peer's handshake"
+            f"an address or a length of a run does not fit in 64 bits ({error}); take the peer's from its handshake"
         ) from error
 
 
@@ -170,9 +179,8 @@ def place_runs(regions: Sequence[Region], peer: Peer, runs: Runs) -> tuple[Runs,
 
     TransferError names the first run that is empty or lies outside, with its bounds and those of the regions.
     """
-    with _numbers_that_fit():
-        here = _holders(regions, runs.sources, runs.lengths)
-        there = _holders(peer.regions, runs.targets, runs.lengths)
+    here = _holders(regions, runs.sources, runs.lengths)
+    there = _holders(peer.regions, runs.targets, runs.lengths)
     wrong = (here < 0) | (there < 0) | (runs.lengths < 1)
     if wrong.any():
         number = int(wrong.argmax())
@@ -186,8 +194,9 @@ def _holders(regions: Sequence[Region], addresses: np.ndarray, lengths: np.ndarr
     """The first region that holds each run, by number; -1 where none does."""
     found = np.full(len(addresses), -1)
     for number, region in reversed(list(enumerate(regions))):
-        # From the region's end, since the end of a run that is none may not fit in 64 bits.
-        found[(addresses >= region.address) & (addresses <= region.end - lengths)] = number
+        if region.address <= _LAST:
+            # From the region's end, since the end of a run that is none may not fit in 64 bits.
+            found[(addresses >= region.address) & (addresses <= min(region.end, _LAST) - lengths)] = number
     return found
 
 

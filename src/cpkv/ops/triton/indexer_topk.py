@@ -117,7 +117,8 @@ def _choose_block(
     (num_queries, heads, dim), tokens, device = inputs.queries.shape, len(inputs.keys), out.device
     block_queries = _queries_of_program(inputs)
     programs = triton.cdiv(num_queries, block_queries)
-    parts = min(max(PROGRAMS // programs, 1), MOST_PARTS, triton.cdiv(tokens, LEAST_PART))
+    parts = min(PROGRAMS // programs, MOST_PARTS, triton.cdiv(tokens, LEAST_PART))
+    parts = max(min(parts, WORKSPACE_BYTES // (8 * candidates * num_queries)), 1)
     scratch = torch.empty(programs * parts, block_queries, max(TILE, SAMPLE), dtype=torch.float32, device=device)
     lists = torch.empty(num_queries, parts, 2, candidates, dtype=torch.int32, device=device)
     # Before anything is listed, after the first pass, after the second.

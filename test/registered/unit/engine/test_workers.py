@@ -166,9 +166,28 @@ def test_a_cause_that_was_told_before_the_death_stands(watched: WorkerSet, worke
 
 
 def test_a_worker_that_was_not_asked_dies(watched: WorkerSet, workers: list[Puppet]) -> None:
-    workers[2].die("exited with status 3")
+    """Before the command or while the others answer it; late answers are not taken for those to the next one."""
+    receive = workers[0].channel.receive
+
+    def received(timeout_s: float | None = None) -> Any:
+        workers[2].die("exited with status 3")
+        return receive(timeout_s)
+
+    workers[0].channel.receive = received  # type: ignore[method-assign]
+    workers[0].replies.send(Done())
     with pytest.raises(WorkerDiedError, match=r"^decode worker exited with status 3 \(during ReadCounters\)$"):
         ask_ranks(watched, workers, ReadCounters())
+    workers[1].replies.send(Done())
+    workers[0].replies.send(Done())
+    with pytest.raises(WorkerDiedError, match=r"any more: decode worker exited with status 3 \(during ReadCounters\)"):
+        ask_ranks(watched, workers, ClosePool())
+
+
+def test_nobody_is_asked_once_a_worker_is_dead(watched: WorkerSet, workers: list[Puppet]) -> None:
+    workers[2].die("exited with status 3")
+    with pytest.raises(WorkerDiedError, match=r"^decode worker exited with status 3 \(during ClosePool\)$"):
+        ask_ranks(watched, workers, ClosePool())
+    assert not workers[0].replies.readable()
 
 
 def test_a_worker_that_was_dead_before_it_was_asked(watched: WorkerSet, workers: list[Puppet]) -> None:

@@ -81,7 +81,7 @@ def test_a_page_lies_as_many_lengths_behind_a_start_as_its_place_says(
 
 
 def test_as_many_pages_must_be_read_as_are_written() -> None:
-    with pytest.raises(ValueError, match="inhomogeneous"):
+    with pytest.raises(ValueError, match="2 pages are read and 1 are written"):
         Runs.of_pages([1, 2], [1], [(0, 0, 64)])
 
 
@@ -90,12 +90,22 @@ def test_numbers_beyond_64_bits_are_refused() -> None:
         Runs.of([Run(0x1000, 1 << 63, 16)])
     with pytest.raises(TransferError, match="does not fit in 64 bits"):
         Runs.of_pages([1], [1], [(0x1000, 1 << 63, 64)])
-    with pytest.raises(TransferError, match="does not fit in 64 bits"):
-        place_runs(HERE, Peer("far", (Region(1 << 63, 64),)), Runs.of([GOOD]))
-    # Beyond the last address a sum of 64 bits begins anew, and must not be taken for one inside a region.
-    far = Runs.of_pages([0], [0x1401], [(0x1000, (1 << 63) - 64, 64)])
-    with pytest.raises(TransferError, match="writes"):
-        place_runs(HERE, THERE, far)
+    with pytest.raises(TransferError, match=r"writes .* not inside one region that peer far"):
+        place_runs(HERE, Peer("far", (Region(1 << 63, 64), Region((1 << 63) - 64, 128))), Runs.of([GOOD]))
+
+
+@pytest.mark.parametrize(
+    ("page", "start"), [(1 << 58, 0x50000), (0x1401, (1 << 63) - 64), (1 << 62, 0), (-1, 0x50040), (0, -64)]
+)
+def test_a_page_beyond_the_last_address_is_refused(page: int, start: int) -> None:
+    """In 64 bits some of these would begin anew, at the first byte of the peer's region."""
+    for here, there, spans in (([0], [page], (0x1000, start, 64)), ([page], [0], (start, 0x50000, 64))):
+        with pytest.raises(TransferError, match="beyond the last address"):
+            Runs.of_pages(here, there, [spans])
+
+
+def test_the_last_page_of_all_is_none_too_many() -> None:
+    assert listed(Runs.of_pages([0], [1], [(0, (1 << 63) - 129, 64)])) == [Run(0, (1 << 63) - 65, 64)]
 
 
 def test_pages_that_follow_each_other_become_one_run() -> None:
