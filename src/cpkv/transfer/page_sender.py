@@ -104,16 +104,13 @@ class _Part(NamedTuple):
 
     Attributes:
         moves: the pages.
+        positions: of each page.
         digests: of each page before it left; empty unless they are sent along.
     """
 
     moves: list[PageMove]
+    positions: tuple[int, ...]
     digests: tuple[str, ...]
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The pages' logical positions."""
-        return tuple([move.position for move in self.moves])
 
 
 @dataclass(eq=False)
@@ -311,7 +308,8 @@ class PageSender:
         spans = zip(self._first_page, target.regions, strict=True)
         runs = Runs.of_pages(sources, targets, [(span.address, region.address, span.length) for span, region in spans])
         digests = tuple(map(self._pool.page_digest, sources)) if self._digest_pages else ()
-        job.writes[self._backend.submit(peer, runs)] = _Part(moves, digests)
+        positions = tuple([move.position for move in moves])
+        job.writes[self._backend.submit(peer, runs)] = _Part(moves, positions, digests)
 
     def _settle_writes(self, job: _Job) -> bool:
         moved = False
