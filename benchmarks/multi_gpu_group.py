@@ -33,6 +33,8 @@ from cpkv.views.scratch import Scratch
 
 SECRET = "benchmark"
 FILL_PAGES = 256
+# Of a rank, what mailboxes move at once.
+PIECE_BYTES = MAILBOX_BYTES // HALVES
 # Weights, activations, scores and copies of chosen rows, groups of NCCL, CUDA itself.
 WORKING_BYTES = 8 << 30
 
@@ -82,7 +84,7 @@ class Job(NamedTuple):
     @property
     def piece_bytes(self) -> int | None:
         """Bytes of a rank that an all-gather moves at once; None for all that there are."""
-        return MAILBOX_BYTES // HALVES if self.link == "mailboxes" else None
+        return PIECE_BYTES if self.link == "mailboxes" else None
 
 
 @dataclass
@@ -100,6 +102,11 @@ class Rank:
         """Tell how far the ranks are, on rank 0: a run that is cut short has still told what it measured."""
         if self.comm.rank == 0:
             print(f"{time.time() - self.job.started:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Let go of both pools: shared memory stays mapped as long as anything holds one."""
+        self.settle()
+        del self.shared, self.replicated
 
     @property
     def geometry(self) -> PoolGeometry:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from multi_gpu_forecast import Links
-from multi_gpu_group import Rank, median
+from multi_gpu_group import PIECE_BYTES, Rank, median
 from paired_ratio import alternate, paired_ratio
 
 from cpkv.layout.view_costs import ViewOptions
@@ -18,10 +18,10 @@ from cpkv.views.gathered import MixedView
 from cpkv.views.view import ViewContext
 
 PROBE_BYTES = 256 << 20
-# A rank's part of an all-gather: as much as mailboxes move at once, and hardly anything.
-PART_BYTES = 32 << 20
+# A rank's part of an all-gather that is nearly a meeting alone.
 FEW_BYTES = 4 << 10
 PROBE_ROUNDS = 10
+PROBE_TRIES = 4
 
 
 def segment(ours: Rank, owner: int) -> torch.Tensor:
@@ -31,21 +31,41 @@ def segment(ours: Rank, owner: int) -> torch.Tensor:
 
 
 def probe_links(ours: Rank) -> Links:
-    """Every rank at once copies memory of the next rank, and of its own; then all gather, much and little."""
-    part = min(PART_BYTES, ours.job.least_bytes)
-    few, much = (_gather_seconds(ours, size) for size in (FEW_BYTES, part))
-    arriving = (ours.comm.size - 1) * (part - FEW_BYTES)
+    """Every rank at once copies memory of the next rank, and of its own; then all gather, much and little.
+
+    Raises:
+        SystemExit: see `probe_gather`.
+    """
+    meeting, gather = probe_gather(ours)
     links = Links(
         read=_copy_rate(ours, (ours.comm.rank + 1) % ours.comm.size),
         own=_copy_rate(ours, ours.comm.rank),
-        gather=arriving / max(much - few, 1e-9),
-        meeting=few,
+        gather=gather,
+        meeting=meeting,
     )
     ours.note(
         f"links: {links.read / 1e9:.0f} GB/s from the next rank, {links.own / 1e9:.0f} own, {links.gather / 1e9:.0f} "
         f"gathered, {links.meeting * 1e6:.0f} us to meet"
     )
     return links
+
+
+def probe_gather(ours: Rank) -> tuple[float, float]:
+    """Seconds of an all-gather of hardly anything, and bytes per second that more of them arrive at.
+
+    Raises:
+        SystemExit: noise hides what the bytes take, several times in a row. Ranks see the same times, and all end.
+    """
+    # As much as mailboxes move at once.
+    part = min(PIECE_BYTES, ours.job.least_bytes)
+    for _ in range(PROBE_TRIES):
+        few, much = (_gather_seconds(ours, size) for size in (FEW_BYTES, part))
+        if much > few:
+            return few, (ours.comm.size - 1) * (part - FEW_BYTES) / (much - few)
+    raise SystemExit(
+        f"an all-gather of {part} bytes a rank took {much * 1e6:.0f} us and one of {FEW_BYTES} took {few * 1e6:.0f}, "
+        f"the last of {PROBE_TRIES} tries like this: there is no rate to forecast by; run again on an idle machine"
+    )
 
 
 def _copy_rate(ours: Rank, owner: int) -> float:

@@ -14,8 +14,11 @@ SHIFT = 1.06
 RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Write a PNG with two panels."""
+def plot(results: dict[str, Any], path: Path) -> bool:
+    """Write a PNG with a panel for times and one for rates; False and no file where no history was timed."""
+    # Wrong bits leave no times at all, histories that do not fit those of history 0 alone.
+    if not results.get("gathers"):
+        return False
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,9 +29,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
     _draw_rates(rates, results)
     cards, ranks = results["cards"], results["cp_size"]
     where = "with a card each" if cards == ranks else "of one card" if cards == 1 else f"of {cards} cards"
-    figure.suptitle(f"{ranks} rank processes {where} ({results['device']}, {results['link']})", fontsize=12)
+    where = "on the CPU" if results["device"] == "CPU" else f"{where} ({results['device']}, {results['link']})"
+    figure.suptitle(f"{ranks} rank processes {where}", fontsize=12)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
 
 
 def _draw_times(panel: Any, results: dict[str, Any]) -> None:

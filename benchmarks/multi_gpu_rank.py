@@ -26,7 +26,7 @@ from cpkv.model.checkpoint import read_config
 from cpkv.model.dsa_model import DsaModel
 from cpkv.views.counters import ViewCounters
 
-# The rows that `blocked` asks for can come by way of the host: a part of a chunk shows its bits as well.
+# With mailboxes the rows that `blocked` asks for come by way of the host, slowly: a part of a chunk is compared.
 BLOCKED_PART = 8
 WITH_HISTORY = ("unified", "mixed", NO_PREFETCH, "full")
 WITHOUT_HISTORY = ("current", "unified", "mixed", "full")
@@ -79,23 +79,30 @@ def measure_all(comm: Communicator, device: torch.device, job: Job) -> dict[str,
 
 
 def check_views(ours: Rank) -> dict[str, bool]:
-    """By view and history: on every rank the logits, choices and stored rows of a chunk are those of `replicated`."""
+    """By what is compared: on every rank logits, choices and stored rows are those of `replicated`."""
     equal = {}
-    chunk, history = ours.job.chunk, ours.job.check_history
-    for start, tokens, views in (
-        (0, chunk, WITHOUT_HISTORY),
-        (history, chunk, WITH_HISTORY),
-        (history, chunk // BLOCKED_PART, ("blocked",)),
-    ):
+    for start, tokens, views in compared(ours.job):
         expected = traced(ours, "replicated", start, tokens)
         for view in views:
             found = traced(ours, view, start, tokens)
             same = found.keys() == expected.keys()
             same = same and all(torch.equal(found[name], value) for name, value in expected.items())
             same = ours.everywhere(same, f"{view} is right")
-            equal[f"{view}, history {start}"] = same
-            ours.note(f"{view}, history {start}: {'the' if same else 'NOT the'} bits of replicated")
+            part = "" if tokens == ours.job.chunk else f", {tokens} tokens of a chunk"
+            name = f"{view}, history {start}{part}"
+            equal[name] = same
+            ours.note(f"{name}: {'the' if same else 'NOT the'} bits of replicated")
     return equal
+
+
+def compared(job: Job) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+    """Tokens of history, tokens of the chunk behind it, and the views that serve it."""
+    blocked = job.chunk // BLOCKED_PART if job.link == "mailboxes" else job.chunk
+    return (
+        (0, job.chunk, WITHOUT_HISTORY),
+        (job.check_history, job.chunk, WITH_HISTORY),
+        (job.check_history, blocked, ("blocked",)),
+    )
 
 
 def traced(ours: Rank, view: str, history: int, tokens: int) -> dict[str, torch.Tensor]:

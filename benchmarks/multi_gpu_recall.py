@@ -1,7 +1,10 @@
 """Whether the recall model answers right through every view, on the ranks of the benchmark on several cards.
 
-The prompt's links lead over all of its pages, so a wrong or stale page shows in an answer. The answers but the last one
-are given behind the prompt, and the model must say the next one at each of them.
+The prompt's links lead over every page behind its first 2 delta tokens (delta is a quarter of the prompt, at most
+1,000), and the answers follow each link, so a wrong or stale page shows in an answer. Beyond 120,000 tokens names run
+out, and links lead over some of these pages. The pools hold poison before each view, so that no view finds rows that
+another one wrote. The first chunk, without history, goes through `current` and the others through the view. The answers
+but the last one are given behind the prompt, and the model must say the next one at each of them.
 
     prompt ................................ k0 | k3  k6  k9  ...
     says                                    k3 | k6  k9  k12 ...
@@ -27,8 +30,9 @@ from cpkv.testing.recall_prompt import RecallPrompt, recall_prompt
 
 FAMILY = "glm52"
 VIEWS = ("replicated", "unified", "mixed", "full", "blocked")
-# Three links an answer: enough to come by every page of a prompt of two chunks and a half.
-ANSWERS = 64
+# Of short prompts, which have fewer links than these follow.
+FEWEST_ANSWERS = 64
+LINKS_PER_ANSWER = 3
 
 
 def write_recall(folder: Path, prompt_tokens: int) -> RecallPrompt:
@@ -37,7 +41,9 @@ def write_recall(folder: Path, prompt_tokens: int) -> RecallPrompt:
     Raises:
         ConfigError: so short a prompt asks nothing.
     """
-    prompt = recall_prompt(FAMILY, prompt_tokens, PAGE_SIZE, ANSWERS, seed=3)
+    # At most one link a page, the one that the last token cuts included.
+    following = -(-(prompt_tokens // PAGE_SIZE + 1) // LINKS_PER_ANSWER)
+    prompt = recall_prompt(FAMILY, prompt_tokens, PAGE_SIZE, max(FEWEST_ANSWERS, following), seed=3)
     if prompt is None:
         raise ConfigError(f"a recall prompt of {prompt_tokens} tokens asks nothing; give a larger --chunk")
     checkpoint = folder / "recall"
@@ -54,14 +60,20 @@ def check_recall(comm: Communicator, device: torch.device, settings: EngineSetti
     geometry = model.shape.geometry(PAGE_SIZE, job.latent_dtype, "fp8")
     ours = open_pools(comm, model, geometry, kernels, job, len(job.recall))
     found = {}
-    for view in VIEWS:
-        found[view] = [right_answers(ours, view), len(job.answers)]
-        ours.note(f"recall model, {view}: {found[view][0]} of {found[view][1]} answers right")
+    try:
+        for view in VIEWS:
+            found[view] = [right_answers(ours, view), len(job.answers)]
+            ours.note(f"recall model, {view}: {found[view][0]} of {found[view][1]} answers right")
+    finally:
+        ours.close()
     return found
 
 
 def right_answers(ours: Rank, view: str) -> int:
     """Right answers over all ranks: chunk by chunk, and the next token behind each of the last ones."""
+    # The right rows of the view before it would do for a view that writes none.
+    pool = ours.pool(view)
+    pool.poison(list(range(pool.local_pages)))
     ids, answers, step = ours.job.recall, ours.job.answers, ours.job.chunk
     first_answer = len(ids) - len(answers)
     right, scratch = 0, ours.scratch()
