@@ -12,7 +12,8 @@ fused       fp8_indexer_topk, 32 and 64 heads, causal limits as for topk: scores
             DeepGEMM's scores, and of ours (apart), both in blocks of 1 GiB of scores; floor: the fp8 peak
 attention   sparse_mla_rows, 64 and 128 heads      beside FlashMLA's sparse prefill; floor: the bf16 peak
 
-Each is compared with its reference on a few queries first. Times are medians; all inputs are larger than the L2 cache.
+Each is compared with its reference on a few queries first, fused with our kernels apart on all. Times are medians; all
+inputs are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ FP8_FLOPS = 1979e12
 BF16_FLOPS = 989e12
 SCORE_BYTES = 1 << 30
 LONGEST = 1 << 20
-
-
 WHAT = ("topk", "scores", "fused", "attention")
 Chosen = tuple[torch.Tensor, torch.Tensor]
 

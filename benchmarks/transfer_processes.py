@@ -209,12 +209,10 @@ class Sender:
     def page_major(self, pages: int) -> Interval:
         """The first `pages` of the last order, a run per page and pool."""
         peer, moves = self._noted[0][0], self._ordered().moves[:pages]
-        runs = []
-        for pool, region in enumerate(peer.regions):
-            spans = [self._pool.page_spans(move.source)[pool] for move in moves]
-            places = [region.address + move.target * spans[0].length for move in moves]
-            runs += [Run(span.address, place, span.length) for span, place in zip(spans, places, strict=True)]
-        return self._timed(peer, Runs.of(runs))
+        here, there = [move.source for move in moves], [move.target for move in moves]
+        pairs = zip(self._pool.page_spans(0), peer.regions, strict=True)
+        spans = [(span.address, region.address, span.length) for span, region in pairs]
+        return self._timed(peer, Runs.of_pages(here, there, spans))
 
     def layer_major(self, pages: int) -> Interval:
         """As many bytes of as many pages, where both ends keep layer after layer: a run per page, layer and pool."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from poison import poisoned_outputs
+from topk_cases import MISLEADING, TOKENS, K, sampled_places
 
 from cpkv.errors import NumericsError
 from cpkv.ops.reference import indexer_topk as reference
@@ -214,28 +215,6 @@ def test_lists_of_many_parts_keep_to_the_workspace(device: torch.device, monkeyp
     assert caught.lists.shape == (17, 2, 2, 512)
 
 
-TOKENS, K = 1000, 120
-
-
-def sampled_places(tokens: int) -> set[int]:
-    """Where the kernel looks for the bound of a query that sees these tokens, none of its program seeing more."""
-    runs, run = indexer_topk.SAMPLE // indexer_topk.SAMPLE_RUN, indexer_topk.SAMPLE_RUN
-    apart = (tokens - run) // (runs - 1)
-    return {number * apart // run * run + offset for number in range(runs) for offset in range(run)}
-
-
-MISLEADING = {
-    "all equal": lambda at, sampled: 1.25,
-    "all minus infinity": lambda at, sampled: -math.inf,
-    "zeros of either sign": lambda at, sampled: -0.0 if at % 2 else 0.0,
-    "ascending": lambda at, sampled: at / 7,
-    "descending": lambda at, sampled: -at / 7,
-    "best where no sample falls": lambda at, sampled: float(at % 97 - 200 if sampled else at % 89),
-    "best where samples fall": lambda at, sampled: float(at if sampled else -at),
-    "best at the end": lambda at, sampled: float(at % 5 + (at >= TOKENS - K) * 100),
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "programs"),
     [*((kind, 1) for kind in MISLEADING), ("all equal", 4), ("descending", 4), ("best where no sample falls", 4)],
@@ -246,7 +225,7 @@ def test_scores_whose_sample_misleads(
 ) -> None:
     """Too many exceed the bound, or too few, for one query of a program or for all; whole rows, and parts of them."""
     monkeypatch.setattr(indexer_topk, "PROGRAMS", programs)
-    sampled = sampled_places(TOKENS)
+    sampled = sampled_places(indexer_topk)
     assert K < len(sampled) < TOKENS // 2
     row = torch.tensor([MISLEADING[kind](at, at in sampled) for at in range(TOKENS)])
     inputs = inputs_with_scores(row, [TOKENS, 700, 511, TOKENS - 9])

@@ -10,7 +10,17 @@ import pytest
 import torch
 from guarded_bytes import far_bytes
 from poison import guarded, poisoned_outputs
-from topk_cases import ScoreBlock, check_choice, few_valued_block, scores_with_garbage, shrink
+from topk_cases import (
+    MISLEADING,
+    TOKENS,
+    K,
+    ScoreBlock,
+    check_choice,
+    few_valued_block,
+    sampled_places,
+    scores_with_garbage,
+    shrink,
+)
 
 from cpkv.errors import NumericsError
 from cpkv.ops.reference import topk as reference
@@ -63,32 +73,11 @@ def test_limits_around_the_sizes_as_they_are(device: torch.device) -> None:
     check_choice(ScoreBlock(gaussian_rows(2, 12003, 1), [11999, 3], 1), device)
 
 
-def sampled_places(tokens: int) -> set[int]:
-    """Where the bound of the kernels looks, in a row that is seen whole."""
-    runs, run = topk.SAMPLE // topk.SAMPLE_RUN, topk.SAMPLE_RUN
-    apart = (tokens - run) // (runs - 1)
-    firsts = [number * apart // run * run for number in range(runs)]
-    return {first + offset for first in firsts for offset in range(run)}
-
-
-TOKENS, K = 1000, 120
-MISLEADING = {
-    "all equal": lambda at, sampled: 1.25,
-    "all minus infinity": lambda at, sampled: -math.inf,
-    "zeros of either sign": lambda at, sampled: -0.0 if at % 2 else 0.0,
-    "ascending": lambda at, sampled: at / 7,
-    "descending": lambda at, sampled: -at / 7,
-    "best where no sample falls": lambda at, sampled: float(at % 97 - 200 if sampled else at % 89),
-    "best where samples fall": lambda at, sampled: float(at if sampled else -at),
-    "best at the end": lambda at, sampled: float(at % 5 + (at >= TOKENS - K) * 100),
-}
-
-
 @pytest.mark.parametrize("kind", MISLEADING)
 @pytest.mark.usefixtures("small")
 def test_rows_whose_sample_misleads(device: torch.device, kind: str) -> None:
     """The bound lets too many scores pass, or too few; the choice is exact all the same."""
-    sampled = sampled_places(TOKENS)
+    sampled = sampled_places(topk)
     assert K < len(sampled) < TOKENS // 2
     row = [MISLEADING[kind](at, at in sampled) for at in range(TOKENS)]
     check_choice(ScoreBlock([row, row[::-1]], [TOKENS, TOKENS - 9], K), device)

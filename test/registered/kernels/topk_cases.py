@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -89,3 +90,23 @@ def check_choice(block: ScoreBlock, device: torch.device) -> None:
         reference.topk_rows(scores, limits, block.k, position_rows), (positions, rows), strict=True
     ):
         assert_same_bits(ours, theirs.cpu(), f"the reference's, {what}")
+
+
+TOKENS, K = 1000, 120
+MISLEADING = {
+    "all equal": lambda at, sampled: 1.25,
+    "all minus infinity": lambda at, sampled: -math.inf,
+    "zeros of either sign": lambda at, sampled: -0.0 if at % 2 else 0.0,
+    "ascending": lambda at, sampled: at / 7,
+    "descending": lambda at, sampled: -at / 7,
+    "best where no sample falls": lambda at, sampled: float(at % 97 - 200 if sampled else at % 89),
+    "best where samples fall": lambda at, sampled: float(at if sampled else -at),
+    "best at the end": lambda at, sampled: float(at % 5 + (at >= TOKENS - K) * 100),
+}
+
+
+def sampled_places(kernel: ModuleType) -> set[int]:
+    """Where a kernel looks for the bound of a query that sees `TOKENS` keys."""
+    runs, run = kernel.SAMPLE // kernel.SAMPLE_RUN, kernel.SAMPLE_RUN
+    apart = (TOKENS - run) // (runs - 1)
+    return {number * apart // run * run + offset for number in range(runs) for offset in range(run)}
